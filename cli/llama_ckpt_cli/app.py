@@ -1,0 +1,64 @@
+"""The application: all commands, and the one place that turns an error into a sentence and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from llama_ckpt import __version__
+from llama_ckpt.errors import LlamaCkptError
+from llama_ckpt_cli import administration, checkpoints, demo, inspection, maintenance
+
+app = typer.Typer(
+    name="llama-ckpt",
+    help="Registry and garbage collector for llama.cpp KV-cache checkpoints.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"llama-ckpt {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Registry and garbage collector for llama.cpp KV-cache checkpoints."""
+
+
+for module in (demo, checkpoints, inspection, maintenance, administration):
+    module.add_to(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and gives its exit code. LLAMA_CKPT_DEBUG=1 shows the traceback of an error."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="llama-ckpt")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except LlamaCkptError as error:
+        if os.environ.get("LLAMA_CKPT_DEBUG"):
+            raise
+        sys.stderr.write(f"llama-ckpt: {error}\n")
+        return error.exit_code
+    except BrokenPipeError:  # whoever read us has enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if os.environ.get("LLAMA_CKPT_DEBUG"):
+            raise
+        sys.stderr.write(f"llama-ckpt: internal error: {type(error).__name__}: {error}\n")
+        sys.stderr.write("This should not happen. Set LLAMA_CKPT_DEBUG=1 for the traceback, and report it.\n")
+        return 1
+    return 0

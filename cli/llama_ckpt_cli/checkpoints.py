@@ -1,0 +1,207 @@
+"""Commands about checkpoints: warm, match, ls, show, pin, unpin, rm."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llama_ckpt_cli.inputs import ContextSize, FlashAttention, Gguf, KvType, Text, TextFile, Threads
+from llama_ckpt_cli.output import printable, size, span, when
+from llama_ckpt_cli.session import Session, command
+
+if TYPE_CHECKING:
+    from llama_ckpt.values import Checkpoint, MatchResult, WarmResult
+    from llama_ckpt_cli.output import Output
+
+NO_MATCH_EXIT = 3
+
+Label = Annotated[str | None, typer.Option("--label", help="A word of yours to find it by.")]
+Ids = Annotated[list[str], typer.Argument(help="Checkpoint ids, or their first digits.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds the commands."""
+    command(app, "warm")(warm)
+    command(app, "match")(match)
+    command(app, "ls")(ls)
+    command(app, "show")(show)
+    command(app, "pin")(pin)
+    command(app, "unpin")(unpin)
+    command(app, "rm")(rm)
+
+
+def warm(
+    session: Session,
+    model: Gguf,
+    text_file: TextFile = None,
+    text: Text = None,
+    n_ctx: ContextSize = 8192,
+    flash_attn: FlashAttention = False,
+    kv_type: KvType = "f16",
+    threads: Threads = None,
+    label: Label = None,
+    expires_in: Annotated[
+        str | None, typer.Option("--expires-in", help="Offer it no longer than this, e.g. 7d.")
+    ] = None,
+) -> None:
+    """Restore an input's checkpoint, or evaluate the input and save it. Saves each input once."""
+    from llama_ckpt.config import seconds
+    from llama_ckpt_cli.inputs import input_text, load_engine
+
+    given = input_text(text, text_file)
+    expires_in_s = None if expires_in is None else seconds(expires_in, "--expires-in")
+    with session.registry() as registry:
+        engine = load_engine(session.out, model, n_ctx=n_ctx, flash_attn=flash_attn, kv_type=kv_type, threads=threads)
+        with session.out.progress("evaluating") as progress:
+            result = registry.warm(engine, given, label=label, expires_in_s=expires_in_s, progress=progress)
+    checkpoint = result.save.checkpoint if result.save else result.restore.checkpoint
+    session.out.result(
+        result, lambda: _tell_warm(session.out, result, checkpoint), [checkpoint.id] if checkpoint else []
+    )
+    if result.problem is not None:
+        raise result.problem
+
+
+def _tell_warm(out: Output, result: WarmResult, checkpoint: Checkpoint | None) -> None:
+    save, restored = result.save, result.n_restored > 0 or (result.save is None and result.problem is None)
+    out.fields(
+        {
+            "outcome": "restored" if restored else "evaluated" + (f", {save.outcome}" if save else ", not saved"),
+            "why": result.restore.reason,
+            "tokens restored": result.n_restored,
+            "tokens evaluated": result.n_evaluated,
+            "took": span(result.elapsed_s),
+            "checkpoint": checkpoint.id if checkpoint else None,
+            "written": size(save.bytes_written) if save else "nothing",
+        }
+    )
+
+
+def match(
+    session: Session,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="A registered model's name, or a GGUF file.")
+    ] = None,
+    text_file: TextFile = None,
+    text: Text = None,
+    hash_hex: Annotated[str | None, typer.Option("--hash", help="SHA-256 of the input, 64 hex digits.")] = None,
+) -> None:
+    """Say which checkpoint matches an input. Needs no llama-cpp-python. Exit code 3: none."""
+    from llama_ckpt.values import Outcome
+    from llama_ckpt_cli.inputs import input_sha256, weights_of
+
+    of_input = input_sha256(text, text_file, hash_hex)
+    weights = None if model is None else weights_of(model, session.out)
+    with session.registry() as registry:
+        found = registry.match_hash(of_input, model=model if weights is None else None, weights=weights)
+    bare = [found.checkpoint.id] if found.checkpoint else []
+    session.out.result(found, lambda: _tell_match(session.out, found), bare)
+    if found.error is not None:
+        raise found.error
+    if found.outcome is not Outcome.HIT:
+        raise typer.Exit(NO_MATCH_EXIT)
+
+
+def _tell_match(out: Output, found: MatchResult) -> None:
+    pairs = {"outcome": found.outcome.value, "reason": found.reason, "input SHA-256": found.input_hash.hex()}
+    if found.checkpoint is not None:
+        c = found.checkpoint
+        pairs |= {
+            "checkpoint": c.id,
+            "model": printable(c.model_name),
+            "tokens reusable": f"{found.n_reusable} of {c.n_tokens}",
+            "file": f"{c.file_path} ({size(c.file_size)})",
+            "saved": when(c.created_us),
+            "hits": str(c.hit_count),
+        }
+    elif found.nearest is not None:
+        pairs["nearest"] = f"{found.nearest.id} ({printable(found.nearest.model_name)})"
+    out.fields(pairs)
+
+
+def ls(
+    session: Session,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Only this model's, by name.")] = None,
+    label: Annotated[str | None, typer.Option("--label", help="Only with this label.")] = None,
+    all_rows: Annotated[bool, typer.Option("--all", "-a", help="STALE ones too.")] = False,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most this many, newest first.")] = 50,
+) -> None:
+    """List checkpoints, newest first."""
+    from llama_ckpt.values import Status
+
+    with session.registry() as registry:
+        status = None if all_rows else Status.ACTIVE
+        rows = registry.list(status=status, model_name=model, label=label, at_most=limit)
+
+    def human() -> None:
+        columns = ["id", "model", "tokens", "size", "saved", "used", "hits", "status", "label"]
+        session.out.table(columns, [_row(c) for c in rows], right=["tokens", "size", "hits"])
+
+    session.out.result(rows, human, [c.id for c in rows])
+    if len(rows) == limit:
+        session.out.note(f"the newest {limit}; --limit shows more")
+
+
+def _row(c: Checkpoint) -> list[str]:
+    def ago(time_us: int) -> str:
+        return span(max(0.0, time.time() - time_us / 1_000_000)) + " ago"
+
+    status = c.status.value + (f" ({c.stale_reason})" if c.stale_reason else "") + (" pinned" if c.pinned else "")
+    return [c.id[:12], c.model_name, str(c.n_tokens), size(c.file_size), ago(c.created_us), ago(c.last_used_us),
+            str(c.hit_count), status, c.label or ""]  # fmt: skip
+
+
+def show(session: Session, checkpoint_id: Annotated[str, typer.Argument(help="An id, or its first digits.")]) -> None:
+    """Show everything that is known of one checkpoint."""
+    with session.registry() as registry:
+        c = registry.get(checkpoint_id)
+        path = registry.store.root / c.file_path
+        models = [m for m in registry.models() if m.fingerprint.digest == c.fingerprint]
+    pairs = {
+        "id": c.id,
+        "status": c.status.value + (f": {c.stale_reason}, {when(c.stale_us)}" if c.stale_reason else ""),
+        "model": printable(c.model_name),
+        "input SHA-256": c.input_hash.hex(),
+        "tokens": f"{c.n_tokens} ({c.memory_kind} memory)",
+        "file": f"{path} ({size(c.file_size)})",
+        "payload CRC-32": f"{c.payload_crc32:08x}",
+        "fingerprint": c.fingerprint.hex(),
+        **{f"  {k}": v for m in models for k, v in m.fingerprint.fields.items()},
+        "saved": when(c.created_us),
+        "last used": when(c.last_used_us),
+        "last verified": when(c.verified_us),
+        "expires": when(c.expires_us),
+        "hits": c.hit_count,
+        "evaluation took": span(c.prefill_ms / 1000) if c.prefill_ms is not None else None,
+        "pinned": "yes" if c.pinned else "no",
+        "label": printable(c.label) if c.label else None,
+    }
+    session.out.result(c, lambda: session.out.fields(pairs), [c.file_path])
+
+
+def pin(session: Session, ids: Ids) -> None:
+    """Shield checkpoints from prune, gc and rm."""
+    _each(session, ids, "pin", "pinned")
+
+
+def unpin(session: Session, ids: Ids) -> None:
+    """Take pins away."""
+    _each(session, ids, "unpin", "unpinned")
+
+
+def rm(session: Session, ids: Ids) -> None:
+    """Offer checkpoints no more: they become STALE, and gc frees their files after the grace."""
+    _each(session, ids, "remove", "STALE (removed); gc frees it after the grace")
+
+
+def _each(session: Session, ids: list[str], verb: str, done: str) -> None:
+    with session.registry() as registry:
+        changed = [getattr(registry, verb)(one) for one in ids]
+
+    def human() -> None:
+        for c in changed:
+            session.out.line(f"{c.id} {done}")
+
+    session.out.result(changed, human, [c.id for c in changed])

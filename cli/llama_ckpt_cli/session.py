@@ -1,0 +1,144 @@
+"""What every command shares: the common options, settings, and the registry they name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llama_ckpt_cli.output import Output
+
+if TYPE_CHECKING:
+    from llama_ckpt.config import Setting
+    from llama_ckpt.registry import Registry
+
+_COMMON: dict[str, tuple[Any, Any]] = {
+    "database_url": (
+        Annotated[
+            str | None, typer.Option(help="Database, e.g. sqlite:////path/registry.sqlite3.", show_default=False)
+        ],
+        None,
+    ),
+    "store": (Annotated[str | None, typer.Option(help="Folder of the checkpoint files.", show_default=False)], None),
+    "json": (Annotated[bool, typer.Option("--json", help="Print the result as JSON.")], False),
+    "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help="Print the bare value only.")], False),
+}
+
+
+class Session:
+    """One run of a command: its output, its settings, its registry (opened when it is asked for)."""
+
+    def __init__(self, flags: dict[str, str | None], out: Output) -> None:
+        self._flags = flags
+        self.out = out
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Setting]:
+        """Every setting with its origin."""
+        from llama_ckpt.config import settings
+
+        return settings(self._flags, os.environ, config_file())
+
+    def value(self, name: str, flag: str | None = None) -> str:
+        """A setting's value; a command's own flag goes before all."""
+        return flag if flag is not None else self.settings[name].value
+
+    def registry(self) -> Registry:
+        """The registry that the settings name; closed by the process's end."""
+        from llama_ckpt.config import flag
+        from llama_ckpt.registry import Registry
+
+        return Registry.open(
+            self.value("database_url") or None,
+            self.value("store") or None,
+            drop_page_cache=flag(self.value("drop_page_cache"), "drop_page_cache"),
+        )
+
+    def existing_registry(self) -> Registry | None:
+        """The same, but None instead of making one: for questions about a file that need no registry."""
+        from llama_ckpt.registry import DATABASE_FILE, default_store
+
+        root = Path(self.value("store") or default_store())
+        if not self.value("database_url") and not (root / DATABASE_FILE).exists():
+            return None
+        return self.registry()
+
+
+def config_file() -> Path:
+    """The settings file: LLAMA_CKPT_CONFIG, or config.toml in the user's configuration folder."""
+    import platformdirs
+
+    named = os.environ.get("LLAMA_CKPT_CONFIG")
+    return Path(named) if named else platformdirs.user_config_path("llama-ckpt") / "config.toml"
+
+
+def command(app: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a function a command: it gets a `Session` as first argument, and the common options are added."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        hints = typing.get_type_hints(function, include_extras=True)
+        own = list(inspect.signature(function).parameters.values())[1:]
+        common = [
+            inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+            for key, (kind, default) in _COMMON.items()
+        ]
+
+        @functools.wraps(function)
+        def run(**values: Any) -> None:
+            shared = {key: values.pop(key) for key in _COMMON}
+            out = Output(as_json=shared["json"], quiet=shared["quiet"])
+            _set_up_log(quiet=shared["quiet"])
+            flags = {key: shared[key] for key in ("database_url", "store")}
+            try:
+                function(Session(flags, out), **values)
+            except KeyboardInterrupt:
+                sys.stderr.write("interrupted\n")
+                raise typer.Exit(130) from None
+
+        parameters = [p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + common
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        del run.__wrapped__  # typer would read the original's parameters through it
+        app.command(name)(run)
+        return function
+
+    return register
+
+
+def _set_up_log(*, quiet: bool) -> None:
+    log = logging.getLogger("llama_ckpt")
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("llama-ckpt: %(message)s"))
+        log.addHandler(handler)
+        log.propagate = False
+    log.setLevel(logging.ERROR if quiet else logging.INFO)
+
+
+def confirm(out: Output, question: str, *, yes: bool) -> None:
+    """Asks before something goes; without a terminal only --yes will do.
+
+    Raises:
+        BadInput: nobody can be asked.
+        typer.Exit: the answer is no.
+
+    """
+    from llama_ckpt.errors import BadInput
+
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise BadInput(
+            what="confirmation", value="none", reason="there is no terminal to ask on; add --yes (or --dry-run)"
+        )
+    if not typer.confirm(question, err=True):
+        out.note("nothing was changed")
+        raise typer.Exit(0)

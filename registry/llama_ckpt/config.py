@@ -1,0 +1,99 @@
+"""Settings, each with the place it came from: flag > environment > file > default. No global; whoever needs one gets it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama_ckpt.errors import BadInput
+
+ENVIRONMENT_PREFIX = "LLAMA_CKPT_"
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)")
+DEFAULTS: Mapping[str, str] = {
+    "database_url": "",
+    "store": "",
+    "drop_page_cache": "false",
+    "stale_grace": "24h",
+    "ghost_grace": "1h",
+    "max_age": "",
+    "max_idle": "",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value and its origin: "flag", "environment NAME", "file PATH" or "default"."""
+
+    value: str
+    origin: str
+
+
+def settings(flags: Mapping[str, str | None], environment: Mapping[str, str], file: Path | None) -> dict[str, Setting]:
+    """Every setting with its origin. `file` is a TOML file; one that is not there counts as empty.
+
+    Raises:
+        BadInput: the file is no TOML, or has a key that is no setting or a value that is not text, number or flag.
+
+    """
+    from_file = _read(file)
+    merged = {}
+    for name, default in DEFAULTS.items():
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        if (flag := flags.get(name)) is not None:
+            merged[name] = Setting(flag, "flag")
+        elif variable in environment:
+            merged[name] = Setting(environment[variable], f"environment {variable}")
+        elif name in from_file:
+            merged[name] = Setting(from_file[name], f"file {file}")
+        else:
+            merged[name] = Setting(default, "default")
+    return merged
+
+
+def _read(file: Path | None) -> dict[str, str]:
+    if file is None:
+        return {}
+    try:
+        loaded = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise BadInput(what="settings file", value=str(file), reason=str(error)) from error
+    for name, value in loaded.items():
+        if name not in DEFAULTS:
+            raise BadInput(what=f"setting in {file}", value=name, reason=f"known are {', '.join(DEFAULTS)}")
+        if not isinstance(value, str | int | float):
+            raise BadInput(
+                what=f"setting {name} in {file}", value=value, reason="expected text, a number or true/false"
+            )
+    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in loaded.items()}
+
+
+def seconds(text: str, what: str) -> float:
+    """A duration such as `90`, `90s`, `15m`, `24h`, `7d`, `2w`, in seconds.
+
+    Raises:
+        BadInput: it is none.
+
+    """
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None:
+        raise BadInput(what=what, value=text, reason="expected a duration such as 90s, 15m, 24h, 7d or 2w")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def flag(text: str, what: str) -> bool:
+    """A yes or no.
+
+    Raises:
+        BadInput: it is neither.
+
+    """
+    word = text.strip().lower()
+    if word not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
+        raise BadInput(what=what, value=text, reason="expected true or false")
+    return word in ("1", "true", "yes", "on")

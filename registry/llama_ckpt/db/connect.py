@@ -1,0 +1,182 @@
+"""One database: its connections, its transactions, and the mapping of driver errors to ours, by code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import URL, make_url
+
+from llama_ckpt.errors import BadInput, Conflict, DatabaseUnavailable
+
+SUPPORTED = ("sqlite", "postgresql+psycopg")
+_BUSY_TIMEOUT_S = 30
+
+
+class Database:
+    """Connections to one database, named by an SQLAlchemy URL (`sqlite:///path`, `postgresql+psycopg://…`).
+
+    Nothing is opened before the first transaction.
+
+    Raises:
+        BadInput: the URL cannot be read, or names a database that llama-ckpt does not speak.
+        DatabaseUnavailable: its driver is not installed.
+
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = _parse(url)
+        self._engine = _engine(self.url)
+        self._writer = self._engine.execution_options(llama_ckpt_writer=True)
+
+    @property
+    def shown_url(self) -> str:
+        """The URL for logs and messages: without the password."""
+        return self.url.render_as_string(hide_password=True)
+
+    @property
+    def dialect(self) -> str:
+        """SQLAlchemy's name of the database: "sqlite" or "postgresql"."""
+        return self.url.get_backend_name()
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """A connection for reading; nothing done on it is kept.
+
+        Raises:
+            DatabaseUnavailable: the database cannot be reached or read.
+
+        """
+        with self._told(), self._engine.connect() as db:
+            yield db
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[sa.Connection]:
+        """A transaction for writing: committed when the block ends, rolled back when it raises.
+
+        On SQLite it takes the write lock at the start, so that it never fails half-way for a lock.
+
+        Raises:
+            Conflict: a unique key is taken.
+            DatabaseUnavailable: the database cannot be reached or written; nothing of the block was kept.
+
+        """
+        with self._told(), self._writer.begin() as db:
+            yield db
+
+    @contextlib.contextmanager
+    def migration(self) -> Iterator[sa.Connection]:
+        """A transaction for migrations. On SQLite foreign keys are off: a batch migration that re-creates a table
+        would otherwise delete the rows that refer to it.
+
+        Raises:
+            DatabaseUnavailable: the database cannot be reached or written.
+
+        """
+        engine = _engine(self.url, foreign_keys=False, poolclass=sa.NullPool)
+        try:
+            with self._told(), engine.execution_options(llama_ckpt_writer=True).begin() as db:
+                if self.dialect == "postgresql":  # two hosts that upgrade at once queue, as on SQLite
+                    db.execute(sa.text("SELECT pg_advisory_xact_lock(7133701)"))
+                yield db
+        finally:
+            engine.dispose()
+
+    def close(self) -> None:
+        """Closes all connections. The object may be used again."""
+        self._engine.dispose()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except sa.exc.IntegrityError as error:
+            raise Conflict(what=str(error.orig).splitlines()[0]) from error
+        except sa.exc.DBAPIError as error:
+            raise DatabaseUnavailable(url=self.shown_url, reason=_reason(error)) from error
+        except sa.exc.TimeoutError as error:
+            raise DatabaseUnavailable(url=self.shown_url, reason="all its connections are in use") from error
+
+
+def hide_password(url: str) -> str:
+    """A database URL for people: without the password."""
+    return _parse(url).render_as_string(hide_password=True)
+
+
+def _parse(text: str) -> URL:
+    try:
+        url = make_url(text)
+    except sa.exc.ArgumentError as error:
+        shown = text.split("@")[-1]  # what stands before an @ may be a password
+        raise BadInput(
+            what="database URL", value=shown, reason="expected e.g. sqlite:////path/registry.sqlite3"
+        ) from error
+    if url.drivername == "postgresql":
+        url = url.set(drivername="postgresql+psycopg")
+    if url.drivername not in SUPPORTED:
+        raise BadInput(what="database URL", value=url.drivername, reason=f"this version speaks {', '.join(SUPPORTED)}")
+    if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
+        raise BadInput(what="database URL", value=text, reason="name a file: a registry in memory would lose every row")
+    return url
+
+
+def _engine(url: URL, *, foreign_keys: bool = True, **options: Any) -> sa.Engine:
+    try:
+        if url.get_backend_name() != "sqlite":
+            return sa.create_engine(
+                url, pool_pre_ping=True, pool_recycle=1800, connect_args={"connect_timeout": 10}, **options
+            )
+        engine = sa.create_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S}, **options)
+    except ModuleNotFoundError as error:
+        hint = "install it with: pip install 'llama-ckpt[postgres]'"
+        raise DatabaseUnavailable(url=url.render_as_string(hide_password=True), reason=f"{error}; {hint}") from error
+    _tune_sqlite(engine, Path(url.database or ""), foreign_keys)
+    return engine
+
+
+def _tune_sqlite(engine: sa.Engine, path: Path, foreign_keys: bool) -> None:
+    """Transactions begun by us (sqlite3's own begin late, and then fail at once when another writes), WAL, 0600."""
+
+    @sa.event.listens_for(engine, "do_connect")
+    def private_file(*_: Any) -> None:
+        # SQLite would create it by the umask; the WAL files take over the mode of the main file.
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_CREAT | os.O_RDONLY, 0o600))
+
+    @sa.event.listens_for(engine, "connect")
+    def settings(connection: sqlite3.Connection, _record: Any) -> None:
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA foreign_keys = {'ON' if foreign_keys else 'OFF'}")
+        with contextlib.suppress(sqlite3.OperationalError):  # a read-only file stays in the mode it has
+            cursor.execute("PRAGMA journal_mode = WAL")
+        cursor.execute("PRAGMA synchronous = NORMAL")
+        cursor.close()
+
+    @sa.event.listens_for(engine, "begin")
+    def begin(connection: sa.Connection) -> None:
+        writer = connection.get_execution_options().get("llama_ckpt_writer")
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writer else "BEGIN")
+
+
+_SQLITE_HINTS = {
+    "SQLITE_BUSY": f"another process has held the write lock for {_BUSY_TIMEOUT_S} s",
+    "SQLITE_READONLY": "the file or its folder is read-only",
+    "SQLITE_CANTOPEN": "the file cannot be opened or created; is its folder there, and yours?",
+    "SQLITE_FULL": "the disk is full",
+    "SQLITE_NOTADB": "the file is no SQLite database",
+    "SQLITE_CORRUPT": "the file is damaged; restore it from a backup",
+    "SQLITE_IOERR": "the file system failed",
+}
+
+
+def _reason(error: sa.exc.DBAPIError) -> str:
+    first = (str(error.orig).splitlines() or ["no message"])[0]
+    code = str(getattr(error.orig, "sqlite_errorname", "") or getattr(error.orig, "sqlstate", "") or "")
+    hint = next((h for name, h in _SQLITE_HINTS.items() if code.startswith(name)), "")
+    return f"{first}{f' [{code}]' if code else ''}{f': {hint}' if hint else ''}"

@@ -1,0 +1,38 @@
+"""Column types and the clock, spelt so that SQLite, PostgreSQL and Oracle agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import BigInteger, Integer, LargeBinary
+from sqlalchemy.dialects import oracle
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
+
+# LargeBinary alone is BLOB on Oracle, which cannot be a key (ORA-02327).
+Digest = LargeBinary(32).with_variant(oracle.RAW(32), "oracle")
+# BigInteger is not the rowid on SQLite, and so would not count up by itself.
+Serial = BigInteger().with_variant(Integer(), "sqlite")
+
+
+class now_us(FunctionElement[int]):  # noqa: N801 - reads as the SQL function it stands for
+    """The database's clock: whole microseconds since 1970-01-01 UTC (on SQLite in steps of a millisecond)."""
+
+    type = BigInteger()
+    inherit_cache = True
+
+
+@compiles(now_us)
+def _now_us_any(_element: now_us, compiler: SQLCompiler, **_kw: Any) -> str:
+    raise NotImplementedError(f"no clock is known for {compiler.dialect.name}")
+
+
+@compiles(now_us, "sqlite")
+def _now_us_sqlite(_element: now_us, _compiler: SQLCompiler, **_kw: Any) -> str:
+    return "(CAST(ROUND((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER) * 1000)"
+
+
+@compiles(now_us, "postgresql")
+def _now_us_postgresql(_element: now_us, _compiler: SQLCompiler, **_kw: Any) -> str:
+    return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS BIGINT)"

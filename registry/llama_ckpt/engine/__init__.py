@@ -1,0 +1,78 @@
+"""What the registry asks of an engine. `llamacpp.LlamaCppEngine` is the one that ships; nothing here imports llama_cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from llama_ckpt.fingerprint import TokenIds
+from llama_ckpt.values import Fingerprint, MemoryKind, ModelDimensions
+
+Progress = Callable[[int, int], None]
+
+
+def no_progress(_done: int, _total: int) -> None:
+    """Hears nothing."""
+
+
+class Engine(Protocol):
+    """One live context that holds the KV state of one sequence of tokens."""
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The identity of model and KV layout."""
+
+    @property
+    def model_name(self) -> str:
+        """What people call the model."""
+
+    @property
+    def engine_name(self) -> str:
+        """The engine and its version, for the file's metadata."""
+
+    @property
+    def memory_kind(self) -> MemoryKind:
+        """The kind of memory the model keeps."""
+
+    @property
+    def dimensions(self) -> ModelDimensions:
+        """The shape of one token's KV state."""
+
+    @property
+    def dialect(self) -> str:
+        """The dialect of the engine's states, comparable with `KvState.dialect`."""
+
+    @property
+    def n_ctx(self) -> int:
+        """Cells that one sequence can have."""
+
+    def token_ids(self, text: str) -> TokenIds:
+        """The token ids of a text, as a completion of it would evaluate them; shape `[n_tokens]`."""
+
+    def held_token_ids(self) -> TokenIds:
+        """The token ids whose state the engine holds, in order of position; shape `[n_tokens]`."""
+
+    def capture(self) -> memoryview:
+        """A copy of the state of the held tokens, as bytes.
+
+        Raises:
+            EngineFailed: the engine gave no state.
+
+        """
+
+    def load(self, state: memoryview, token_ids: TokenIds) -> None:
+        """Replaces the held state by `state`, and decodes the last token again so that its logits are there.
+
+        Raises:
+            EngineFailed: the engine refused; it then holds nothing, and its data is cleared.
+
+        """
+
+    def evaluate(self, token_ids: TokenIds, progress: Progress = no_progress) -> None:
+        """Computes the state of `token_ids` from nothing, the last token by itself; `progress` hears tokens done and in all.
+
+        Raises:
+            EngineFailed: the engine failed; it then holds nothing.
+            BadInput: more tokens than the context has cells.
+
+        """

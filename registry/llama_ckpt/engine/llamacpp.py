@@ -1,0 +1,325 @@
+"""llama-cpp-python's `Llama` as an engine. The only module that imports llama_cpp.
+
+State goes through `llama_state_seq_get_data` and `_set_data` on memory. The native file functions are never called: a
+file short by one byte aborts the process there, and a save that ran out of disk can report success.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import platformdirs
+
+from llama_ckpt.digests import FileDigests, shards_of, weights_digest_of
+from llama_ckpt.engine import Progress, no_progress
+from llama_ckpt.errors import BadInput, EngineFailed, EngineMissing
+from llama_ckpt.fingerprint import TokenIds, fingerprint
+from llama_ckpt.formats import kv_state
+from llama_ckpt.values import FieldValue, Fingerprint, MemoryKind, ModelDimensions
+
+try:
+    import llama_cpp
+except (
+    ImportError,
+    OSError,
+    RuntimeError,
+) as error:  # not installed, or its native library does not load here
+    raise EngineMissing(reason=str(error)) from error
+
+_SEQ = 0  # `Llama` keeps its one conversation in sequence 0
+# What `Llama` passes when the caller overrides nothing; any other value changes K and so belongs to the identity.
+_NO_OVERRIDE: dict[str, FieldValue] = {
+    "rope_scaling_type": -1,
+    "rope_freq_base": 0.0,
+    "rope_freq_scale": 0.0,
+    "yarn_ext_factor": -1.0,
+    "yarn_attn_factor": 1.0,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_orig_ctx": 0,
+    "attention_type": -1,
+}
+
+
+class LlamaCppEngine:
+    """An engine around an existing `llama_cpp.Llama`.
+
+    After `load` and `evaluate` the `Llama` goes on as if it had evaluated the tokens itself: `n_tokens`, `input_ids` and
+    the next token's logits are right, completions reuse the prefix, seed and sampler are untouched. With `logits_all`
+    the scores of restored positions are NaN: a state holds no logits.
+
+    Making one decodes a single token when the `Llama` holds nothing yet, to learn the layout of its states.
+
+    Raises:
+        BadInput: the model file cannot be read.
+        EngineFailed: the engine gave no state.
+        Unsupported: its state has a layout not known here.
+
+    """
+
+    def __init__(
+        self,
+        llama: llama_cpp.Llama,
+        *,
+        model_name: str | None = None,
+        digests: FileDigests | None = None,
+        progress: Progress = no_progress,
+    ) -> None:
+        self.llama = llama
+        path = Path(llama.model_path)
+        self.model_name = model_name or path.stem
+        self.engine_name = f"llama-cpp-python {llama_cpp.__version__}"
+        self.memory_kind = _memory_kind(llama)
+        self.n_ctx = llama.n_ctx()
+        self._memory = llama_cpp.llama_get_memory(llama.ctx)
+        self._digests = digests or FileDigests(platformdirs.user_cache_path("llama-ckpt") / "digests.json")
+        probe = self._probe() if self.memory_kind is MemoryKind.FULL else None
+        self.dialect = probe.dialect if probe else f"{self.memory_kind} memory"
+        self.dimensions = ModelDimensions(
+            n_layer=probe.n_layer if probe else llama_cpp.llama_model_n_layer(llama.model),
+            n_kv_head=llama_cpp.llama_model_n_head_kv(llama.model),
+            kv_token_bytes=probe.token_bytes if probe else 0,
+        )
+        self.fingerprint = self._fingerprint(path, probe, progress)
+
+    @classmethod
+    def from_path(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        model_name: str | None = None,
+        digests: FileDigests | None = None,
+        progress: Progress = no_progress,
+        **llama_options: Any,
+    ) -> LlamaCppEngine:
+        """Loads a GGUF and wraps it; `llama_options` go to `llama_cpp.Llama` (n_ctx=8192, flash_attn=True, …).
+
+        Raises:
+            BadInput: the file is not there, or llama.cpp cannot load it.
+
+        """
+        file = Path(path)
+        shards_of(file)
+        try:
+            llama = llama_cpp.Llama(str(file), **{"verbose": False, **llama_options})
+        except (ValueError, RuntimeError, AssertionError) as error:
+            raise BadInput(what="model file", value=str(file), reason=f"llama.cpp cannot load it: {error}") from error
+        return cls(llama, model_name=model_name, digests=digests, progress=progress)
+
+    # -- what the engine is ------------------------------------------------------------------------------------------
+
+    def _probe(self) -> kv_state.KvState:
+        """A state of this context, parsed: of what it holds, or of one token that is decoded and taken away again."""
+        if self.llama.n_tokens:
+            return kv_state.parse(self.capture())
+        self.llama.eval([max(self.llama.token_bos(), 0)])
+        try:
+            return kv_state.parse(self.capture())
+        finally:
+            self._forget(clear_data=False)
+
+    def _fingerprint(self, path: Path, probe: kv_state.KvState | None, progress: Progress) -> Fingerprint:
+        params, llama = self.llama.context_params, self.llama
+        fields: dict[str, FieldValue] = {
+            "weights": weights_digest_of(path, self._digests, progress).hex(),
+            "type_k": probe.type_k if probe else kv_state.type_name(params.type_k),
+            "type_v": probe.type_v if probe else kv_state.type_name(params.type_v),
+            "v_transposed": probe.v_transposed if probe else params.flash_attn_type == 0,
+        }
+        for name, neutral in _NO_OVERRIDE.items():
+            if (value := getattr(params, name)) != neutral:
+                fields[name] = value
+        if llama.kv_overrides:
+            fields["kv_overrides"] = {str(k): repr(v) for k, v in llama.kv_overrides.items()}
+        if llama.lora_path:
+            adapter = self._digests.sha256(Path(llama.lora_path), progress)
+            fields["lora"] = [f"{adapter.hex()}*{float(llama.lora_scale)!r}"]
+        if _rotates(fields):
+            fields["kv_rotation"] = "hadamard"
+        if self.memory_kind is MemoryKind.SWA:
+            fields["swa_full"] = bool(params.swa_full)
+        if factors := _context_dependent_rope(llama):
+            fields["rope_factors"] = factors
+        return fingerprint(fields)
+
+    def token_ids(self, text: str) -> TokenIds:
+        """The token ids that `llama(text)` would evaluate, with BOS and EOS where the model adds them; shape `[n_tokens]`.
+
+        Raises:
+            BadInput: the text gives no token.
+
+        """
+        # The rule of Llama._create_completion: another one would leave a completion nothing to reuse.
+        model, llama = self.llama._model, self.llama
+        cls_id, sep_id = model.token_cls(), model.token_sep()
+        bos = cls_id if cls_id != -1 else llama.token_bos()
+        eos = sep_id if sep_id != -1 else llama.token_eos()
+        ids = llama.tokenize(text.encode(), add_bos=False, special=True)
+        if model.add_bos_token() and bos != -1:
+            ids = [bos, *ids]
+        if model.add_eos_token() or sep_id != -1:
+            ids = [*ids, eos]
+        if not ids:
+            raise BadInput(what="input text", value=text[:40], reason="the model's tokenizer gives no token for it")
+        return np.array(ids, dtype=np.int32)
+
+    # -- what the engine holds ---------------------------------------------------------------------------------------
+
+    def held_token_ids(self) -> TokenIds:
+        """The token ids whose state the engine holds, in order of position; shape `[n_tokens]`."""
+        return self.llama.input_ids[: self.llama.n_tokens].astype(np.int32)
+
+    def capture(self) -> memoryview:
+        """A copy of the state of the held tokens, as bytes.
+
+        Raises:
+            EngineFailed: the engine gave no state, or holds other cells than the wrapper says.
+
+        """
+        n_tokens = self.llama.n_tokens
+        # The wrapper may have gone back (n_tokens lowered) without telling the engine yet; eval() would cut here too.
+        llama_cpp.llama_memory_seq_rm(self._memory, _SEQ, n_tokens, -1)
+        llama_cpp.llama_synchronize(self.llama.ctx)
+        last = llama_cpp.llama_memory_seq_pos_max(self._memory, _SEQ)
+        if last != n_tokens - 1:
+            raise EngineFailed(reason=f"the wrapper says {n_tokens} tokens, the engine's last position is {last}")
+        size = llama_cpp.llama_state_seq_get_size(self.llama.ctx, _SEQ)
+        buffer = np.empty(size, dtype=np.uint8)
+        pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        got = llama_cpp.llama_state_seq_get_data(self.llama.ctx, pointer, size, _SEQ)
+        if size == 0 or got != size:
+            raise EngineFailed(reason=f"it gave {got} of {size} bytes of state")
+        return buffer.data.toreadonly()
+
+    def load(self, state: memoryview, token_ids: TokenIds) -> None:
+        """Replaces the held state by `state`, and decodes the last token again so that its logits are there.
+
+        Raises:
+            EngineFailed: the engine refused; it then holds nothing, its data is cleared and the wrapper agrees.
+
+        """
+        try:
+            self._set_state(state, len(token_ids))
+            self._decode_last(token_ids)
+        except BaseException:
+            self._forget(clear_data=True)
+            raise
+
+    def _set_state(self, state: memoryview, n_tokens: int) -> None:
+        self._forget(clear_data=False)
+        data = np.frombuffer(state, dtype=np.uint8)
+        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        got = llama_cpp.llama_state_seq_set_data(self.llama.ctx, pointer, data.nbytes, _SEQ)
+        if got != data.nbytes:
+            raise EngineFailed(reason=f"it took {got} of {data.nbytes} bytes of state")
+        span = (
+            llama_cpp.llama_memory_seq_pos_min(self._memory, _SEQ),
+            llama_cpp.llama_memory_seq_pos_max(self._memory, _SEQ),
+        )
+        if span != (0, n_tokens - 1):
+            raise EngineFailed(reason=f"after loading {n_tokens} tokens it holds positions {span[0]} to {span[1]}")
+
+    def _decode_last(self, token_ids: TokenIds) -> None:
+        """A state has no logits: the last cell is dropped and its token decoded, as after a cold run that ended with it."""
+        n_before = len(token_ids) - 1
+        self.llama.input_ids[:n_before] = token_ids[:n_before]
+        if self.llama._logits_all:
+            self.llama.scores[:n_before, :] = np.nan
+        self.llama.n_tokens = n_before
+        self._eval(token_ids[n_before:])
+
+    def evaluate(self, token_ids: TokenIds, progress: Progress = no_progress) -> None:
+        """Computes the state of `token_ids` from nothing; `progress` hears tokens done and in all.
+
+        The last token is decoded by itself, as after a restore: so cold and restored runs compute the same numbers in the
+        same batch shapes, and continue alike.
+
+        Raises:
+            EngineFailed: the engine failed; it then holds nothing.
+            BadInput: more tokens than the context has cells.
+
+        """
+        total = len(token_ids)
+        if total > self.n_ctx:
+            raise BadInput(
+                what="input",
+                value=f"{total} tokens",
+                reason=f"the context has {self.n_ctx}; set a larger n_ctx",
+            )
+        if (largest := int(token_ids.max())) >= self.llama.n_vocab():
+            raise BadInput(what="token id", value=largest, reason=f"the model's vocabulary has {self.llama.n_vocab()}")
+        try:
+            self._forget(clear_data=False)
+            for start in range(0, total - 1, self.llama.n_batch):
+                self._eval(token_ids[start : min(start + self.llama.n_batch, total - 1)])
+                progress(self.llama.n_tokens, total)
+            self._eval(token_ids[total - 1 :])
+            progress(total, total)
+        except BaseException:
+            self._forget(clear_data=True)
+            raise
+
+    def _eval(self, token_ids: TokenIds) -> None:
+        try:
+            self.llama.eval(token_ids.tolist())
+        except RuntimeError as error:
+            raise EngineFailed(reason=str(error)) from error
+
+    def _forget(self, *, clear_data: bool) -> None:
+        """Empties engine and wrapper together. `clear_data` also zeroes the cells: NaN in one of them would otherwise
+        reach later prompts through masked attention.
+        """
+        if clear_data:
+            llama_cpp.llama_memory_clear(self._memory, True)
+        else:
+            llama_cpp.llama_memory_seq_rm(self._memory, _SEQ, -1, -1)
+        self.llama.reset()  # type: ignore[no-untyped-call]
+
+
+def _memory_kind(llama: llama_cpp.Llama) -> MemoryKind:
+    if llama_cpp.llama_model_is_recurrent(llama.model):
+        return MemoryKind.RECURRENT
+    if llama_cpp.llama_model_is_hybrid(llama.model):
+        return MemoryKind.HYBRID
+    return MemoryKind.SWA if llama_cpp.llama_model_n_swa(llama.model) > 0 else MemoryKind.FULL
+
+
+def _rotates(fields: dict[str, FieldValue]) -> bool:
+    """Whether K or V are stored rotated: by engines that know how, for quantised caches, unless switched off.
+
+    llama.cpp reads LLAMA_ATTN_ROT_DISABLE when it makes a context (llama-kv-cache.cpp); whether a build rotates at all no
+    call tells, but only one that does contains the switch's name.
+    """
+    quantised = any(str(fields[k]) not in ("f32", "f16", "bf16", "none") for k in ("type_k", "type_v"))
+    switch = "LLAMA_ATTN_ROT_DISABLE"
+    return quantised and _atoi(os.environ.get(switch, "0")) == 0 and _library_contains(switch.encode())
+
+
+def _atoi(text: str) -> int:
+    digits = text.strip()
+    sign = digits[:1] if digits[:1] in "+-" else ""
+    number = digits[len(sign) :]
+    leading = number[: len(number) - len(number.lstrip("0123456789"))]
+    return int(sign + leading) if leading else 0
+
+
+def _library_contains(needle: bytes) -> bool:
+    path = getattr(getattr(llama_cpp.llama_cpp, "_lib", None), "_name", None)
+    if path is None:
+        return True  # unknown build: better a needless miss than a wrong hit
+    with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
+        return library.find(needle) >= 0
+
+
+def _context_dependent_rope(llama: llama_cpp.Llama) -> str | None:
+    """Models with long and short rope factors choose between them by the context's length (llama_model::get_rope_factors)."""
+    arch = llama.metadata.get("general.architecture", "")
+    trained = llama.metadata.get(f"{arch}.rope.scaling.original_context_length")
+    if trained is None or llama.metadata.get(f"{arch}.rope.scaling.type") in ("yarn", "linear", "none"):
+        return None
+    return "long" if llama.n_ctx() > int(trained) else "short"

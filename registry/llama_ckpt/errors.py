@@ -1,0 +1,134 @@
+"""Every exception of llama-ckpt. The docstring is the message, `exit_code` is what the command returns."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, ClassVar
+
+
+class LlamaCkptError(Exception):
+    """llama-ckpt failed: {detail}"""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+        # Under `python -OO` there are no docstrings: the values alone still tell what happened.
+        template = inspect.cleandoc(type(self).__doc__ or "")
+        message = template.format(**values) if template else f"{type(self).__name__}: {values}"
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.values))
+
+
+def _rebuild(kind: type[LlamaCkptError], values: dict[str, Any]) -> LlamaCkptError:
+    return kind(**values)
+
+
+class NotFound(LlamaCkptError):
+    """no {what} {name!r}. {hint}"""
+
+    exit_code = 3
+
+
+class Incompatible(LlamaCkptError):
+    """checkpoint and engine do not fit: {reason}"""
+
+    exit_code = 4
+
+
+class CorruptFile(LlamaCkptError):
+    """{path}: {check} FAILED: {reason}"""
+
+    exit_code = 5
+
+
+class DatabaseUnavailable(LlamaCkptError):
+    """the database {url} cannot be used: {reason}"""
+
+    exit_code = 6
+
+
+class Busy(LlamaCkptError):
+    """another {what} is running (held by {holder} for another {seconds_left} s at most). Try again when it has ended."""
+
+    exit_code = 7
+
+
+class StoreFull(LlamaCkptError):
+    """no room for {needed} bytes under {path}: {reason}. Nothing was kept. Free some space (llama-ckpt prune, then llama-ckpt gc) or choose another --store."""
+
+    exit_code = 8
+
+
+class StoreUnavailable(LlamaCkptError):
+    """the store cannot be used: {path}: {reason}"""
+
+    exit_code = 9
+
+
+class EngineMissing(LlamaCkptError):
+    """this needs llama-cpp-python, which is not installed ({reason}). Install it with: pip install 'llama-ckpt[llama]'"""
+
+    exit_code = 10
+
+
+class EngineFailed(LlamaCkptError):
+    """the engine failed: {reason}"""
+
+    exit_code = 11
+
+
+class VerifyFailed(LlamaCkptError):
+    """{n_failed} of {n_checked} checked did not verify"""
+
+    exit_code = 12
+
+
+class SchemaTooNew(LlamaCkptError):
+    """the database {url} is at schema {found}, which this llama-ckpt (schema {known}) does not know. Install a newer llama-ckpt; nothing was changed."""
+
+    exit_code = 13
+
+
+class EvidenceRefused(LlamaCkptError):
+    """gc refuses to run: {evidence}. If you are sure, repeat with --force {registry_id}"""
+
+    exit_code = 14
+
+
+class BadInput(LlamaCkptError):
+    """{what}: {value!r} cannot be used: {reason}"""
+
+    exit_code = 15
+
+
+class EngineStateMismatch(LlamaCkptError):
+    """the engine does not hold the state of this input: {reason}. Evaluate the input first, or call warm()."""
+
+    exit_code = 16
+
+
+class UnsafePath(LlamaCkptError):
+    """refused: {path}: {reason}. Nothing outside the store is opened or deleted."""
+
+    exit_code = 17
+
+
+class FileMissing(LlamaCkptError):
+    """{path}: the file is not there"""
+
+    exit_code = 18
+
+
+class Unsupported(LlamaCkptError):
+    """{what} is not supported: {reason}"""
+
+    exit_code = 19
+
+
+class Conflict(LlamaCkptError):
+    """another process was first: {what}"""
+
+    exit_code = 20

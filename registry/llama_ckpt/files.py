@@ -1,0 +1,368 @@
+"""The store: a folder of checkpoint files. The only module that writes, maps, unlinks and walks them.
+
+Layout: `<root>/ab/cd/<id>.llam`, where `<id>` is 32 hex digits beginning with `abcd`; `<id>.tmp` while it is written; a marker
+file with the registry's id. Names are generated, never taken from input; nothing outside the root is opened or
+unlinked, and no symlink is followed. Folders are 0700 and files 0600: a KV file is a transcript.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama_ckpt.errors import (
+    EvidenceRefused,
+    FileMissing,
+    LlamaCkptError,
+    StoreFull,
+    StoreUnavailable,
+    UnsafePath,
+)
+
+MARKER = "llama-ckpt-store.json"
+SUFFIX = ".llam"
+TEMPORARY_SUFFIX = ".tmp"
+_PATH = re.compile(r"(?P<a>[0-9a-f]{2})/(?P<b>[0-9a-f]{2})/(?P<id>(?P=a)(?P=b)[0-9a-f]{28})(?P<suffix>\.llam|\.tmp)")
+_SHARD = re.compile(r"[0-9a-f]{2}")
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CHUNK = 1 << 26
+
+StepHook = Callable[[str], None]
+
+
+def no_hook(_step: str) -> None:
+    """The hook of everyday runs: tests put one in its place that raises or exits at a named step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One thing found in the store. `kind` is "checkpoint", "temporary" or "foreign"; times in ns since 1970."""
+
+    path: str
+    kind: str
+    size_bytes: int
+    mtime_ns: int
+    detail: str = ""
+
+
+def path_of(checkpoint_id: str) -> str:
+    """The relative path of a checkpoint's file, with forward slashes on every system."""
+    return f"{checkpoint_id[:2]}/{checkpoint_id[2:4]}/{checkpoint_id}{SUFFIX}"
+
+
+class Store:
+    """A folder of checkpoint files.
+
+    `drop_page_cache` lets the written pages go after the fsync, for hosts that save much and read little.
+    """
+
+    def __init__(self, root: Path, *, drop_page_cache: bool = False, hook: StepHook = no_hook) -> None:
+        self.root = root
+        self._drop_page_cache = drop_page_cache
+        self._hook = hook
+
+    def create(self) -> None:
+        """Makes the root with mode 0700 where it is not there.
+
+        Raises:
+            StoreUnavailable: it cannot be made, or is no folder.
+
+        """
+        with _told(self.root):
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def claim(self, registry_id: str) -> None:
+        """Marks the store as this registry's, at the first save; a store that is marked already stays as it is.
+
+        Raises:
+            StoreUnavailable: the marker cannot be written.
+
+        """
+        with _told(self.root), contextlib.suppress(FileExistsError):
+            data = json.dumps({"registry_id": registry_id, "made_by": "llama-ckpt"}).encode()
+            temporary = self.root / f".{MARKER}.{os.getpid()}"
+            temporary.unlink(missing_ok=True)
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                _write_all(fd, memoryview(data))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            _put_in_place(temporary, self.root / MARKER)
+
+    def owner(self) -> str | None:
+        """The id of the registry that the store is marked for; None when it bears no readable marker."""
+        try:
+            marker = json.loads((self.root / MARKER).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return str(marker.get("registry_id")) if isinstance(marker, dict) else None
+
+    def require_owner(self, registry_id: str) -> None:
+        """Holds the store to its marker.
+
+        Raises:
+            EvidenceRefused: the marker names another registry.
+
+        """
+        owner = self.owner()
+        if owner not in (None, registry_id):
+            evidence = f"the store {self.root} belongs to registry {owner}, this database is registry {registry_id}"
+            raise EvidenceRefused(evidence=evidence, registry_id=registry_id)
+
+    def free_bytes(self) -> int:
+        """Free bytes of the file system, as a user without privileges sees them."""
+        with _told(self.root):
+            return shutil.disk_usage(self.root).free
+
+    def write(self, checkpoint_id: str, head: bytes, payload: memoryview) -> int:
+        """Writes a checkpoint file and gives its size in bytes: staged, length checked, fsync, rename, folder fsync.
+
+        If it is interrupted there is at most a temporary file; if it fails there is none. A file appears under its
+        name only when it is whole and durable.
+
+        Raises:
+            StoreFull: no room, by the free space before or by the system while writing.
+            StoreUnavailable: any other failure of the file system.
+
+        """
+        size = len(head) + payload.nbytes
+        target = self.root / path_of(checkpoint_id)
+        temporary = target.with_suffix(TEMPORARY_SUFFIX)
+        free = self.free_bytes()
+        if free < size:
+            raise StoreFull(needed=size, path=self.root, reason=f"{free} bytes are free")
+        with _told(target, needed=size):
+            self._make_shards(target.parent)
+            try:
+                self._stage(temporary, head, payload, size)
+                self._hook("staged")
+                os.rename(temporary, target)
+                self._hook("renamed")
+                _fsync_folder(target.parent)
+            except Exception:
+                for leftover in (temporary, target):
+                    with contextlib.suppress(OSError):
+                        leftover.unlink(missing_ok=True)
+                raise
+        return size
+
+    def _stage(self, temporary: Path, head: bytes, payload: memoryview, size: int) -> None:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _BINARY, 0o600)
+        try:
+            self._hook("created")
+            _write_all(fd, memoryview(head))
+            self._hook("head")
+            _write_all(fd, payload)
+            self._hook("written")
+            written = os.fstat(fd).st_size
+            if written != size:
+                raise OSError(errno.EIO, f"{written} of {size} bytes arrived")
+            os.fsync(fd)
+            if self._drop_page_cache and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+    def _make_shards(self, folder: Path) -> None:
+        for shard in (folder.parent, folder):
+            if not shard.is_dir():
+                with contextlib.suppress(FileExistsError):
+                    shard.mkdir(mode=0o700)
+                _fsync_folder(shard.parent)
+        self._require_plain_folders(folder)
+
+    @contextlib.contextmanager
+    def map(self, relative: str) -> Iterator[memoryview]:
+        """The bytes of a stored file, mapped and read ahead, without a copy. The view is valid inside the `with` only.
+
+        Raises:
+            FileMissing: there is no such file.
+            UnsafePath: the path is not one of ours, or leads over a symlink.
+            StoreUnavailable: the system cannot read it now (EIO, EACCES, ESTALE): nothing is known of the file.
+
+        """
+        with map_file(self._locate(relative)) as view:
+            yield view
+
+    def size(self, relative: str) -> int | None:
+        """The size in bytes of a stored file; None when it is not there or is no regular file of ours.
+
+        Raises:
+            UnsafePath: the path is not one of ours, or leads over a symlink.
+            StoreUnavailable: the system cannot say.
+
+        """
+        path = self._locate(relative)
+        with _told(path):
+            try:
+                found = path.lstat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def remove(self, relative: str) -> int:
+        """Unlinks a stored file and gives the bytes freed; 0 when it was gone already.
+
+        Raises:
+            UnsafePath: the path is not one of ours, or leads over a symlink, or names no regular file.
+            StoreUnavailable: the system refuses.
+
+        """
+        path = self._locate(relative)
+        with _told(path):
+            try:
+                found = path.lstat()
+                if not stat.S_ISREG(found.st_mode):
+                    raise UnsafePath(path=path, reason="not a regular file")
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                return 0
+            return found.st_size
+
+    def walk(self) -> Iterator[Entry]:
+        """Everything in the store's shard folders; opens no file and follows no symlink.
+
+        Raises:
+            StoreUnavailable: a folder cannot be listed. A partial list is never taken for a whole one.
+
+        """
+        with _told(self.root):
+            for a in self._folders(self.root):
+                for b in self._folders(a):
+                    with os.scandir(b) as entries:
+                        for entry in sorted(entries, key=lambda e: e.name):
+                            yield from self._entry(entry)
+
+    def _folders(self, folder: Path) -> list[Path]:
+        with os.scandir(folder) as entries:
+            names = [e.name for e in entries if _SHARD.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
+        return [folder / name for name in sorted(names)]
+
+    def _entry(self, entry: os.DirEntry[str]) -> Iterator[Entry]:
+        relative = Path(entry.path).relative_to(self.root).as_posix()
+        try:
+            found = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            return  # someone renamed or removed it between the listing and here
+        match = _PATH.fullmatch(relative)
+        if not stat.S_ISREG(found.st_mode):
+            yield Entry(relative, "foreign", 0, found.st_mtime_ns, "not a regular file")
+        elif match is None:
+            yield Entry(relative, "foreign", found.st_size, found.st_mtime_ns, "not a name of ours")
+        else:
+            kind = "checkpoint" if match["suffix"] == SUFFIX else "temporary"
+            yield Entry(relative, kind, found.st_size, found.st_mtime_ns)
+
+    def _locate(self, relative: str) -> Path:
+        if not _PATH.fullmatch(relative):
+            raise UnsafePath(path=relative, reason="not a path that this store gives")
+        path = self.root / relative
+        self._require_plain_folders(path.parent)
+        return path
+
+    def _require_plain_folders(self, folder: Path) -> None:
+        for part in (folder.parent, folder):
+            with _told(part), contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISDIR(part.lstat().st_mode):
+                    raise UnsafePath(path=part, reason="it is a symlink or no folder")
+
+
+@contextlib.contextmanager
+def map_file(path: Path) -> Iterator[memoryview]:
+    """The bytes of any regular file, mapped read-only; an empty file gives an empty view.
+
+    Raises:
+        FileMissing: there is no such file.
+        UnsafePath: it is a symlink or no regular file.
+        StoreUnavailable: the system cannot read it.
+
+    """
+    with _told(path):
+        try:
+            fd = os.open(path, os.O_RDONLY | _NOFOLLOW | _BINARY | _NONBLOCK)
+        except FileNotFoundError as error:
+            raise FileMissing(path=path) from error
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise UnsafePath(path=path, reason="not a regular file")
+            mapped = _map(fd, found.st_size) if found.st_size else None
+        finally:
+            os.close(fd)
+    if mapped is None:
+        yield memoryview(b"")
+        return
+    with memoryview(mapped) as view:
+        yield view
+    with contextlib.suppress(BufferError):  # a caller's slice is still alive: the map goes with it
+        mapped.close()
+
+
+def _map(fd: int, size: int) -> mmap.mmap:
+    if hasattr(mmap, "MAP_POPULATE"):
+        return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    return mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+
+
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_BINARY = getattr(os, "O_BINARY", 0)
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # opening a FIFO must not hang
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    with memoryview(data).cast("B") as view:
+        at = 0
+        while at < len(view):
+            at += os.write(fd, view[at : at + _CHUNK])
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    # link fails where the target exists, so the first marker stays; where there are no hard links, rename does.
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        if not target.exists():
+            os.rename(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _fsync_folder(folder: Path) -> None:
+    if os.name == "nt":  # Windows cannot open a folder; its rename is journalled
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _told(path: Path, needed: int = 0) -> Iterator[None]:
+    """Turns the system's errors into ours, by number."""
+    try:
+        yield
+    except LlamaCkptError:
+        raise
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StoreFull(needed=needed, path=path.parent, reason=_reason(error)) from error
+        if error.errno == errno.ELOOP:
+            raise UnsafePath(path=path, reason="it is a symlink") from error
+        raise StoreUnavailable(path=path, reason=_reason(error)) from error
+
+
+def _reason(error: OSError) -> str:
+    return f"{error.strerror or error} (errno {errno.errorcode.get(error.errno or 0, str(error.errno))})"

@@ -1,0 +1,137 @@
+"""Identity: what an input is called, and what decides whether KV bytes may be reused (DESIGN: identity). Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llama_ckpt.errors import BadInput
+from llama_ckpt.values import Difference, FieldValue, Fingerprint
+
+SCHEMA = 1
+TokenIds = NDArray[np.int32]
+Input = str | Sequence[int] | NDArray[np.integer]
+
+_MEANING = {
+    "weights": "weights",
+    "type_k": "K type",
+    "type_v": "V type",
+    "v_transposed": "flash attention (V transposed)",
+}
+
+
+def fingerprint(fields: Mapping[str, FieldValue]) -> Fingerprint:
+    """The fingerprint of `fields`: SHA-256 of their canonical JSON (sorted keys, no spaces, UTF-8) with a schema number.
+
+    A field stands in `fields` only when it is set, so that a field added later leaves old fingerprints as they were.
+
+    Raises:
+        BadInput: `fields` has no "weights", or a value that JSON cannot say (NaN, bytes).
+
+    """
+    named: dict[str, FieldValue] = {"schema": SCHEMA, **fields}
+    if "weights" not in named:
+        raise BadInput(what="fingerprint fields", value=sorted(named), reason="the field 'weights' is not there")
+    return Fingerprint(digest=hashlib.sha256(canonical_json(named)).digest(), fields=named)
+
+
+def canonical_json(fields: Mapping[str, FieldValue]) -> bytes:
+    """The one spelling of `fields` that is hashed.
+
+    Raises:
+        BadInput: a value that JSON cannot say (NaN, bytes).
+
+    """
+    try:
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return text.encode()
+    except (TypeError, ValueError) as error:
+        raise BadInput(what="fingerprint fields", value=dict(fields), reason=str(error)) from error
+
+
+def weights_digest(shard_digests: Sequence[bytes]) -> bytes:
+    """One SHA-256 for a model: that of its file, or of the concatenated digests of its shards in order."""
+    if len(shard_digests) == 1:
+        return shard_digests[0]
+    return hashlib.sha256(b"".join(shard_digests)).digest()
+
+
+def differences(saved: Mapping[str, FieldValue], now: Mapping[str, FieldValue]) -> tuple[Difference, ...]:
+    """The fields that keep two fingerprints apart, in the order a person would ask for them."""
+    keys = [k for k in (*_MEANING, *sorted(saved.keys() | now.keys())) if saved.get(k) != now.get(k)]
+    return tuple(
+        Difference(field=_MEANING.get(k, k), saved=_say(saved.get(k)), now=_say(now.get(k)))
+        for k in dict.fromkeys(keys)
+    )
+
+
+def _say(value: FieldValue | None) -> str:
+    match value:
+        case None:
+            return "not set"
+        case bool():
+            return "yes" if value else "no"
+        case str() if len(value) == 64:
+            return value[:12] + "…"
+        case _:
+            return str(value)
+
+
+def input_hash(given: Input) -> bytes:
+    """The input hash: SHA-256 of a text's exact UTF-8 bytes, or of token ids as little-endian int32.
+
+    For a text it equals `sha256sum` of a file with the same bytes.
+
+    Raises:
+        BadInput: an empty input, a text that UTF-8 cannot hold, or an id outside int32.
+
+    """
+    if isinstance(given, str):
+        try:
+            data = given.encode()
+        except UnicodeEncodeError as error:
+            raise BadInput(
+                what="input text",
+                value=given[:40],
+                reason="it holds a lone surrogate, which UTF-8 cannot say",
+            ) from error
+        if not data:
+            raise BadInput(what="input text", value=given, reason="it is empty")
+        return hashlib.sha256(data).digest()
+    return tokens_hash(as_token_ids(given))
+
+
+def as_token_ids(given: Sequence[int] | NDArray[np.integer]) -> TokenIds:
+    """`given` as a one-dimensional int32 array, shape `[n_tokens]`.
+
+    Raises:
+        BadInput: no ids, not whole numbers, or an id outside 0 .. 2**31-1.
+
+    """
+    if isinstance(given, bytes | bytearray | memoryview):
+        raise BadInput(what="input", value=bytes(given[:16]), reason="give a str or token ids; decode bytes first")
+    try:
+        wide = np.asarray(given)
+    except (ValueError, OverflowError) as error:
+        raise BadInput(what="token ids", value=str(given)[:40], reason=str(error)) from error
+    if wide.ndim != 1 or wide.size == 0:
+        raise BadInput(what="token ids", value=str(given)[:40], reason="need a flat sequence of at least one id")
+    if wide.dtype.kind not in "iu":
+        raise BadInput(what="token ids", value=str(given)[:40], reason="ids are whole numbers")
+    if int(wide.min()) < 0 or int(wide.max()) > 0x7FFFFFFF:
+        raise BadInput(what="token ids", value=str(given)[:40], reason="an id is outside 0 .. 2147483647")
+    return np.ascontiguousarray(wide, dtype=np.int32)
+
+
+def tokens_hash(token_ids: TokenIds) -> bytes:
+    """SHA-256 of the token ids as little-endian int32, 32 raw bytes."""
+    return hashlib.sha256(token_ids.astype("<i4", copy=False).tobytes()).digest()
+
+
+def active_key(fingerprint_digest: bytes, of_input: bytes) -> bytes:
+    """The key that at most one ACTIVE row may hold: SHA-256(fingerprint ‖ input hash)."""
+    return hashlib.sha256(fingerprint_digest + of_input).digest()

@@ -1,0 +1,225 @@
+"""The checkpoint file `LLAM` version 2: bytes ↔ values. Pure; docs/file-format.md has the byte table.
+
+Nothing of a file is trusted: every count is bounded by the file's size before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from isal import isal_zlib
+
+from llama_ckpt.errors import CorruptFile
+from llama_ckpt.fingerprint import TokenIds
+
+MAGIC = b"LLAM"
+VERSION = 2
+FLAG_DELTA = 1
+FLAG_SLICEABLE = 2
+MAX_PADDING = 8
+MAX_METADATA = 1 << 16
+PAGE = 4096
+
+_LAYOUT = struct.Struct("<4sIIIIIHHI32s32sqIIQQ")
+HEADER_SIZE = _LAYOUT.size
+_HEADER_CRC_AT = 0x0C
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """The 128 header bytes as values, in file order."""
+
+    version: int = VERSION
+    flags: int
+    header_crc32: int = 0
+    seq_len: int
+    start_token: int
+    n_layer: int
+    n_kv_head: int
+    metadata_size: int
+    fingerprint: bytes
+    input_hash: bytes
+    created_ns: int
+    head_crc32: int = 0
+    payload_crc32: int = 0
+    payload_offset: int = 0
+    payload_size: int = 0
+
+    @property
+    def n_file_tokens(self) -> int:
+        """Token ids that stand in this file."""
+        return self.seq_len - self.start_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """A file whose every byte was checked. `payload` is a view into the caller's buffer, never a copy."""
+
+    header: Header
+    padding: int
+    metadata: Mapping[str, Any]
+    token_ids: TokenIds
+    payload: memoryview
+
+
+def crc32(data: bytes | memoryview, value: int = 0) -> int:
+    """CRC-32 (IEEE 802.3, as in zlib), by isal."""
+    return int(isal_zlib.crc32(data, value))
+
+
+def align_up(offset: int) -> int:
+    """`offset` rounded up to a page of 4096 bytes."""
+    return -(-offset // PAGE) * PAGE
+
+
+def encode_head(
+    header: Header, metadata: Mapping[str, Any], token_ids: TokenIds, payload: memoryview
+) -> tuple[bytes, Header]:
+    """All bytes of the file before the payload, and the header with its sizes, offset and CRCs filled in."""
+    meta = json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    if len(meta) > MAX_METADATA:
+        raise ValueError(f"metadata of {len(meta)} bytes exceeds {MAX_METADATA}")
+    ids = token_ids.astype("<i4", copy=False).tobytes()
+    full = replace(
+        header,
+        metadata_size=len(meta),
+        head_crc32=crc32(ids, crc32(meta)),
+        payload_crc32=crc32(payload),
+        payload_offset=align_up(HEADER_SIZE + len(meta) + len(ids)),
+        payload_size=payload.nbytes,
+    )
+    full = replace(full, header_crc32=crc32(_pack(replace(full, header_crc32=0))))
+    return (_pack(full) + meta + ids).ljust(full.payload_offset, b"\0"), full
+
+
+def find_magic(view: memoryview, name: str) -> int:
+    """How many zero bytes stand before the magic: 0 to 8.
+
+    Raises:
+        CorruptFile: the file is empty or too short, or begins with neither `LLAM` nor 1 to 8 zeros and `LLAM`.
+
+    """
+    if len(view) < HEADER_SIZE:
+        what = "the file is empty" if len(view) == 0 else f"{len(view)} bytes are fewer than a header's {HEADER_SIZE}"
+        raise CorruptFile(path=name, check="Header", reason=what)
+    start = bytes(view[: MAX_PADDING + len(MAGIC)])
+    padding = len(start) - len(start.lstrip(b"\0"))
+    if padding <= MAX_PADDING and start[padding : padding + len(MAGIC)] == MAGIC:
+        return padding
+    raise CorruptFile(path=name, check="Header", reason=f"no LLAM magic: the file begins with {start.hex(' ')}")
+
+
+def unpack_header(view: memoryview, padding: int) -> Header:
+    """The header's fields as they stand, unchecked, for whoever must look at a damaged file.
+
+    Raises:
+        struct.error: fewer than 128 bytes after the padding.
+
+    """
+    _magic, *values = _LAYOUT.unpack_from(view, padding)
+    return Header(**dict(zip((field.name for field in fields(Header)), values, strict=True)))
+
+
+def read_header(view: memoryview, name: str) -> tuple[Header, int]:
+    """The header and the padding before it, after magic, version, header CRC and all counts were checked.
+
+    Raises:
+        CorruptFile: whichever check fails first, with the values that disagree.
+
+    """
+    padding = find_magic(view, name)
+    if len(view) - padding < HEADER_SIZE:
+        raise CorruptFile(path=name, check="Header", reason=f"the file ends inside the header, after {len(view)} bytes")
+    header = unpack_header(view, padding)
+    _require(name, header.version == VERSION, f"version {header.version}, this reader knows {VERSION}")
+    raw = bytearray(view[padding : padding + HEADER_SIZE])
+    raw[_HEADER_CRC_AT : _HEADER_CRC_AT + 4] = bytes(4)
+    actual = crc32(bytes(raw))
+    _require(
+        name,
+        actual == header.header_crc32,
+        f"CRC of the header is {actual:08x}, it says {header.header_crc32:08x}",
+    )
+    _check_counts(header, len(view) - padding, name)
+    return header, padding
+
+
+def _check_counts(header: Header, size: int, name: str) -> None:
+    ends = header.payload_offset + header.payload_size
+    delta = bool(header.flags & FLAG_DELTA)
+    _require(name, not header.flags & ~(FLAG_DELTA | FLAG_SLICEABLE), f"unknown flags {header.flags:#x}")
+    _require(name, delta == (header.start_token > 0), f"delta flag {delta} with start_token {header.start_token}")
+    _require(
+        name,
+        header.seq_len > header.start_token,
+        f"seq_len {header.seq_len}, start_token {header.start_token}: no token",
+    )
+    _require(name, header.payload_size > 0, "the payload is empty")
+    _require(
+        name,
+        header.metadata_size <= MAX_METADATA,
+        f"metadata of {header.metadata_size} bytes, at most {MAX_METADATA}",
+    )
+    head = HEADER_SIZE + header.metadata_size + 4 * header.n_file_tokens
+    _require(
+        name,
+        header.payload_offset == align_up(head),
+        f"payload at {header.payload_offset}, the head ends at {head}",
+    )
+    _require(name, ends == size, f"the file has {size} bytes, the header says {ends}")
+
+
+def read_contents(view: memoryview, header: Header, padding: int, name: str) -> Contents:
+    """Metadata, token ids and payload, after the CRCs of both parts and the zero filling were checked.
+
+    Raises:
+        CorruptFile: a CRC disagrees, the filling is not zero, or the metadata is no JSON object.
+
+    """
+    meta_at = padding + HEADER_SIZE
+    ids_at = meta_at + header.metadata_size
+    ids_end = ids_at + 4 * header.n_file_tokens
+    payload_at = padding + header.payload_offset
+    _require_crc(name, "metadata and token ids", header.head_crc32, crc32(view[meta_at:ids_end]))
+    _require(name, not any(view[ids_end:payload_at]), "the filling before the payload is not zero", check="CRC32")
+    payload = view[payload_at : payload_at + header.payload_size]
+    _require_crc(name, "payload", header.payload_crc32, crc32(payload))
+    return Contents(
+        header=header,
+        padding=padding,
+        metadata=_metadata(view[meta_at:ids_at], name),
+        token_ids=np.frombuffer(view[ids_at:ids_end], dtype="<i4").astype(np.int32),
+        payload=payload,
+    )
+
+
+def _metadata(view: memoryview, name: str) -> Mapping[str, Any]:
+    try:
+        metadata = json.loads(bytes(view))
+    except (ValueError, RecursionError) as error:
+        raise CorruptFile(path=name, check="Header", reason=f"the metadata is no JSON: {error}") from error
+    _require(name, isinstance(metadata, dict), "the metadata is no JSON object")
+    return metadata  # type: ignore[no-any-return]
+
+
+def _pack(header: Header) -> bytes:
+    return _LAYOUT.pack(MAGIC, *(getattr(header, field.name) for field in fields(header)))
+
+
+def _require(name: str, holds: bool, reason: str, check: str = "Header") -> None:
+    if not holds:
+        raise CorruptFile(path=name, check=check, reason=reason)
+
+
+def _require_crc(name: str, what: str, stored: int, actual: int) -> None:
+    _require(
+        name,
+        stored == actual,
+        f"CRC-32 of the {what} is {actual:08x}, the header says {stored:08x}",
+        check="CRC32",
+    )

@@ -1,0 +1,40 @@
+"""What one registry consists of, handed to the services that work on it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from llama_ckpt.db import queries
+from llama_ckpt.db.connect import Database
+from llama_ckpt.files import StepHook, Store, no_hook
+from llama_ckpt.metrics import MetricsSink, NullSink
+from llama_ckpt.values import Checkpoint, StaleReason
+
+log = logging.getLogger("llama_ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A database, a store, and where counts and steps are told. `hook` hears the name of each step that a crash could
+    follow; tests stop there.
+    """
+
+    database: Database
+    store: Store
+    registry_id: str
+    metrics: MetricsSink = NullSink()  # noqa: RUF009 - it keeps nothing
+    hook: StepHook = no_hook
+
+    def make_stale(self, row: Checkpoint, reason: StaleReason, why: str) -> None:
+        """Makes a row STALE, if it is not so already, and says so in the log.
+
+        Raises:
+            DatabaseUnavailable: the row cannot be written.
+
+        """
+        with self.database.write() as db:
+            marked = queries.mark_stale(db, row, reason)
+        if marked:
+            log.warning("checkpoint %s is now STALE (%s): %s", row.id, reason, why)
+            self.metrics.count("marked_stale")

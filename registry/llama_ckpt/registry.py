@@ -1,0 +1,376 @@
+"""`Registry`: save, match, restore, warm, pin, remove. Files and rows meet here.
+
+The order that keeps data safe: a save writes the file first (staged, durable, then under its name) and the row last, so a
+crash leaves at most a file without a row. A delete takes the row first and the file after.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from llama_ckpt import matching, restoring, saving
+from llama_ckpt.db import migrate, queries
+from llama_ckpt.db.connect import Database
+from llama_ckpt.engine import Engine, Progress, no_progress
+from llama_ckpt.errors import BadInput, DatabaseUnavailable, LlamaCkptError, NotFound
+from llama_ckpt.files import StepHook, Store, no_hook
+from llama_ckpt.fingerprint import Input, input_hash
+from llama_ckpt.metrics import MetricsSink, NullSink
+from llama_ckpt.parts import Parts
+from llama_ckpt.saving import SaveOptions
+from llama_ckpt.values import (
+    Checkpoint,
+    Fingerprint,
+    MatchResult,
+    Outcome,
+    RegisteredModel,
+    RestoreResult,
+    SaveResult,
+    StaleReason,
+    Stats,
+    Status,
+    WarmResult,
+)
+
+log = logging.getLogger("llama_ckpt")
+
+DATABASE_FILE = "registry.sqlite3"
+_ID_PREFIX = re.compile(r"[0-9a-f]{4,32}")
+
+
+class Registry:
+    """The registry of checkpoints: rows in a database, files in a store. Open one with `Registry.open`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.database = parts.database
+        self.store = parts.store
+        self.registry_id = parts.registry_id
+
+    @classmethod
+    def open(
+        cls,
+        database_url: str | None = None,
+        store: str | Path | None = None,
+        *,
+        drop_page_cache: bool = False,
+        metrics: MetricsSink | None = None,
+        hook: StepHook = no_hook,
+    ) -> Registry:
+        """Opens a registry; creates store and schema where they are not there, and upgrades an older schema.
+
+        Without arguments: the user's data folder. With a store alone: SQLite beside the files. `drop_page_cache` lets
+        written pages go after the fsync. `hook` hears the name of each step of a save, for tests that stop there.
+
+        Raises:
+            BadInput: the URL cannot be used.
+            DatabaseUnavailable, StoreUnavailable: they cannot be reached, read or written.
+            SchemaTooNew: a newer llama-ckpt made the database.
+            EvidenceRefused: the store belongs to another registry.
+
+        """
+        root = Path(store) if store is not None else default_store()
+        files = Store(root, drop_page_cache=drop_page_cache, hook=hook)
+        files.create()
+        database = Database(database_url or sqlite_url(root))
+        migrate.upgrade(database)
+        with database.read() as db:
+            registry_id = queries.registry_id(db)
+        files.require_owner(registry_id)
+        return cls(
+            Parts(
+                database=database,
+                store=files,
+                registry_id=registry_id,
+                metrics=metrics or NullSink(),
+                hook=hook,
+            )
+        )
+
+    def close(self) -> None:
+        """Closes the database connections."""
+        self.database.close()
+
+    def __enter__(self) -> Registry:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- find ----------------------------------------------------------------------------------------------------------
+
+    def match(
+        self,
+        given: Input,
+        *,
+        fingerprint: Fingerprint | None = None,
+        model: str | None = None,
+        weights: bytes | None = None,
+    ) -> MatchResult:
+        """Says which checkpoint serves an input. Reads the database only; opens no file and needs no engine.
+
+        The state must fit `fingerprint` (an engine's); or belong to a registered model's name, or to `weights` (SHA-256);
+        without any of them every model counts. A database that fails gives `FAILED`, never an exception.
+
+        Raises:
+            BadInput: the input is empty or no input.
+
+        """
+        return self.match_hash(input_hash(given), fingerprint=fingerprint, model=model, weights=weights)
+
+    def match_hash(
+        self,
+        of_input: bytes,
+        *,
+        fingerprint: Fingerprint | None = None,
+        model: str | None = None,
+        weights: bytes | None = None,
+    ) -> MatchResult:
+        """As `match`, for an input of which only the SHA-256 is known (32 raw bytes).
+
+        Raises:
+            BadInput: not 32 bytes.
+
+        """
+        if len(of_input) != 32:
+            raise BadInput(what="input hash", value=of_input.hex(), reason="a SHA-256 has 32 bytes (64 hex digits)")
+        try:
+            return self._match(of_input, fingerprint, model, weights)
+        except DatabaseUnavailable as error:
+            return MatchResult(outcome=Outcome.FAILED, reason=str(error), input_hash=of_input, error=error)
+
+    def _match(
+        self, of_input: bytes, fingerprint: Fingerprint | None, model: str | None, weights: bytes | None
+    ) -> MatchResult:
+        with self.database.read() as db:
+            if fingerprint is not None:
+                row = queries.find_active(db, fingerprint.digest, of_input)
+                if row is not None:
+                    return matching.decide(of_input, [row], [], fingerprint)
+            known = {m.fingerprint.digest: m for m in queries.models(db)}
+            rows = queries.find_by_input(db, of_input)
+        if fingerprint is not None:
+            return matching.decide(of_input, [], [(row, known[row.fingerprint]) for row in rows], fingerprint)
+
+        def wanted(row: Checkpoint) -> bool:
+            entry = known[row.fingerprint]
+            return model in (None, row.model_name, entry.model_name) and weights in (
+                None,
+                entry.fingerprint.weights_sha256,
+            )
+
+        usable = [row for row in rows if wanted(row)]
+        return matching.decide(of_input, usable, [(row, known[row.fingerprint]) for row in rows], None)
+
+    # -- save and restore ------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        engine: Engine,
+        given: Input,
+        *,
+        label: str | None = None,
+        expires_in_s: float | None = None,
+        prefill_ms: int | None = None,
+    ) -> SaveResult:
+        """Saves the state of an input that the engine holds, once: if a usable checkpoint of it is registered, nothing is
+        written and the outcome is `DEDUPLICATED`.
+
+        Interrupted at any point it leaves at most a file without a row, which gc collects; if it fails it leaves neither
+        file nor row. `prefill_ms` records what computing the state took.
+
+        Raises:
+            EngineStateMismatch: the engine holds another input's state.
+            Unsupported: the model's memory is not a plain attention cache.
+            StoreFull, StoreUnavailable: the file cannot be written.
+            DatabaseUnavailable: the row cannot be written.
+            EvidenceRefused: the store was taken over by another registry.
+            BadInput: the input, the label or the expiry cannot be used.
+
+        """
+        return saving.save(
+            self.parts,
+            engine,
+            given,
+            SaveOptions(label=label, expires_in_s=expires_in_s, prefill_ms=prefill_ms),
+        )
+
+    def restore(self, engine: Engine, given: Input) -> RestoreResult:
+        """Puts the engine into the state of an input, from its checkpoint. Everything is verified before the engine is
+        touched: a restore that cannot work leaves the engine's live sequence as it was.
+
+        A checkpoint that fails for good is made STALE and the answer is `NO_MATCH`; a fault of the moment (I/O, access)
+        gives `FAILED` and changes nothing. If the engine itself refuses, it holds nothing afterwards, and the answer is
+        `FAILED`.
+
+        Raises:
+            BadInput: the input is empty or no input.
+
+        """
+        return restoring.restore(self.parts, engine, given, self.match)
+
+    def warm(
+        self,
+        engine: Engine,
+        given: Input,
+        *,
+        label: str | None = None,
+        expires_in_s: float | None = None,
+        progress: Progress = no_progress,
+    ) -> WarmResult:
+        """Brings the engine to the state of an input: restores its checkpoint, or evaluates the input and saves it.
+
+        The registry never stands in the way: if it, the store or the save fails, the input is evaluated all the same, and
+        `WarmResult.problem` says what failed. `progress` hears tokens evaluated and in all.
+
+        Raises:
+            BadInput: the input cannot be used, or is longer than the context.
+            EngineFailed: the engine cannot evaluate it.
+
+        """
+        started = time.perf_counter()
+        options = SaveOptions(label=label, expires_in_s=expires_in_s)
+        token_ids = saving.token_ids_of(engine, given)
+        restored = self.restore(engine, given)
+        problem, saved, n_evaluated = restored.error, None, restored.n_evaluated
+        if restored.outcome is not Outcome.HIT:
+            before = time.perf_counter()
+            engine.evaluate(token_ids, progress)
+            prefill_ms = round((time.perf_counter() - before) * 1000)
+            n_evaluated = len(token_ids)
+            try:
+                saved = saving.save(self.parts, engine, given, replace(options, prefill_ms=prefill_ms))
+            except LlamaCkptError as error:
+                log.warning("the input was evaluated but not saved: %s", error)
+                problem = error
+        return WarmResult(
+            restore=restored,
+            save=saved,
+            n_restored=restored.n_restored,
+            n_evaluated=n_evaluated,
+            elapsed_s=time.perf_counter() - started,
+            problem=problem,
+        )
+
+    # -- care ----------------------------------------------------------------------------------------------------------
+
+    def get(self, checkpoint_id: str) -> Checkpoint:
+        """One checkpoint, by its id or the beginning of it (at least 4 hex digits).
+
+        Raises:
+            NotFound: there is none.
+            BadInput: no id, or several begin like this.
+
+        """
+        wanted = checkpoint_id.lower()
+        if not _ID_PREFIX.fullmatch(wanted):
+            raise BadInput(what="checkpoint id", value=checkpoint_id, reason="expected 4 to 32 hex digits")
+        with self.database.read() as db:
+            ids = queries.ids_like(db, wanted, 2)
+            row = queries.get(db, ids[0]) if len(ids) == 1 else None
+        if len(ids) > 1:
+            raise BadInput(
+                what="checkpoint id",
+                value=checkpoint_id,
+                reason="several ids begin like this; give more digits",
+            )
+        if row is None:
+            raise NotFound(what="checkpoint", name=checkpoint_id, hint="llama-ckpt ls shows the ids.")
+        return row
+
+    def list(
+        self,
+        *,
+        status: Status | None = None,
+        model_name: str | None = None,
+        label: str | None = None,
+        at_most: int | None = None,
+    ) -> list[Checkpoint]:
+        """Checkpoints, newest first."""
+        with self.database.read() as db:
+            return queries.list_checkpoints(db, status=status, model_name=model_name, label=label, at_most=at_most)
+
+    def models(self) -> tuple[RegisteredModel, ...]:
+        """The models that were ever saved for."""
+        with self.database.read() as db:
+            return tuple(queries.models(db))
+
+    def stats(self) -> Stats:
+        """Totals, recounted from the rows."""
+        with self.database.read() as db:
+            return queries.stats(db)
+
+    def pin(self, checkpoint_id: str) -> Checkpoint:
+        """Shields a checkpoint from prune, gc and remove.
+
+        Raises:
+            NotFound, BadInput: as `get`.
+
+        """
+        return self._set_pinned(checkpoint_id, True)
+
+    def unpin(self, checkpoint_id: str) -> Checkpoint:
+        """Takes a pin away.
+
+        Raises:
+            NotFound, BadInput: as `get`.
+
+        """
+        return self._set_pinned(checkpoint_id, False)
+
+    def _set_pinned(self, checkpoint_id: str, pinned: bool) -> Checkpoint:
+        row = self.get(checkpoint_id)
+        with self.database.write() as db:
+            queries.set_pinned(db, row.id, pinned)
+        return self.get(row.id)
+
+    def remove(self, checkpoint_id: str) -> Checkpoint:
+        """Makes a checkpoint STALE, so that it is offered no more; gc frees its file after the grace.
+
+        Raises:
+            NotFound, BadInput: as `get`; or it is pinned.
+
+        """
+        row = self.get(checkpoint_id)
+        if row.pinned:
+            raise BadInput(what="checkpoint", value=row.id, reason="it is pinned; unpin it first")
+        with self.database.write() as db:
+            queries.mark_stale(db, row, StaleReason.REMOVED)
+        return self.get(row.id)
+
+    def report_bad(self, checkpoint_id: str) -> Checkpoint:
+        """Makes a checkpoint STALE that passed every check but did not work, so that it is not offered again and the next
+        save of its input writes a new one.
+
+        Raises:
+            NotFound, BadInput: as `get`.
+
+        """
+        row = self.get(checkpoint_id)
+        self.parts.make_stale(row, StaleReason.CORRUPT, "it was reported bad")
+        return self.get(row.id)
+
+    def invalidate(self, fingerprint: Fingerprint | bytes) -> int:
+        """Makes all checkpoints of a fingerprint STALE in one transaction, and says how many."""
+        digest = fingerprint if isinstance(fingerprint, bytes) else fingerprint.digest
+        with self.database.write() as db:
+            return queries.mark_model_stale(db, digest, StaleReason.INCOMPATIBLE)
+
+
+def default_store() -> Path:
+    """The folder of a registry that nobody named: the user's data folder, by the system's custom."""
+    import platformdirs
+
+    return platformdirs.user_data_path("llama-ckpt")
+
+
+def sqlite_url(root: Path) -> str:
+    """The URL of the database beside the files."""
+    return f"sqlite:///{(root.absolute() / DATABASE_FILE).as_posix()}"

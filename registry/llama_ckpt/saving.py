@@ -1,0 +1,216 @@
+"""Saving: the state that an engine holds becomes a file and then a row, once.
+
+The order that keeps data safe: the file first (staged, durable, then under its name), the row last. A crash leaves at most
+a file without a row.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+
+from llama_ckpt.db import queries
+from llama_ckpt.engine import Engine
+from llama_ckpt.errors import (
+    BadInput,
+    Conflict,
+    DatabaseUnavailable,
+    EngineStateMismatch,
+    StoreUnavailable,
+    UnsafePath,
+    Unsupported,
+)
+from llama_ckpt.files import path_of
+from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash, tokens_hash
+from llama_ckpt.formats import container, kv_state
+from llama_ckpt.parts import Parts
+from llama_ckpt.values import (
+    Checkpoint,
+    MemoryKind,
+    NewCheckpoint,
+    RegisteredModel,
+    SaveOutcome,
+    SaveResult,
+    StaleReason,
+)
+
+log = logging.getLogger("llama_ckpt")
+
+_MAX_TRIES = 5
+_NAME_LENGTH = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """What a caller says of a save beyond the input.
+
+    Raises:
+        BadInput: a label of no or over 200 characters, or an expiry that is not in the future.
+
+    """
+
+    label: str | None = None
+    expires_in_s: float | None = None
+    prefill_ms: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.label is not None and not 0 < len(self.label) <= _NAME_LENGTH:
+            raise BadInput(what="label", value=self.label[:40], reason=f"a label has 1 to {_NAME_LENGTH} characters")
+        if self.expires_in_s is not None and not 0 < self.expires_in_s < 1e10:
+            raise BadInput(what="expires_in_s", value=self.expires_in_s, reason="give seconds greater than 0")
+
+
+def save(parts: Parts, engine: Engine, given: Input, options: SaveOptions) -> SaveResult:
+    """As `Registry.save`."""
+    started = time.perf_counter()
+    of_input = input_hash(given)
+    row, size = _usable(parts, engine.fingerprint.digest, of_input), 0
+    if row is None:
+        token_ids = token_ids_of(engine, given)
+        _require_held(engine, token_ids)
+        new, head, payload = _encode(engine, of_input, token_ids, options)
+        parts.store.claim(parts.registry_id)
+        parts.store.require_owner(parts.registry_id)
+        size = parts.store.write(new.id, head, payload)
+        row = _register(parts, engine, new)
+        if row.id != new.id:
+            _discard(parts, new)
+            size = 0
+    outcome = SaveOutcome.SAVED if size else SaveOutcome.DEDUPLICATED
+    parts.metrics.count(outcome.value)
+    return SaveResult(outcome=outcome, checkpoint=row, bytes_written=size, elapsed_s=time.perf_counter() - started)
+
+
+def token_ids_of(engine: Engine, given: Input) -> TokenIds:
+    """The token ids of an input: the engine's for a text; shape `[n_tokens]`."""
+    return engine.token_ids(given) if isinstance(given, str) else as_token_ids(given)
+
+
+def _require_held(engine: Engine, token_ids: TokenIds) -> None:
+    held = engine.held_token_ids()
+    if len(held) != len(token_ids):
+        raise EngineStateMismatch(reason=f"it holds {len(held)} tokens, the input has {len(token_ids)}")
+    differ = (held != token_ids).nonzero()[0]
+    if differ.size:
+        raise EngineStateMismatch(reason=f"they differ from token {int(differ[0])} on")
+
+
+def _usable(parts: Parts, digest: bytes, of_input: bytes) -> Checkpoint | None:
+    """The ACTIVE row of this input if its file is there in full; a row that fails this is made STALE."""
+    with parts.database.read() as db:
+        row = queries.find_active(db, digest, of_input)
+    if row is None:
+        return None
+    try:
+        size = parts.store.size(row.file_path)
+    except UnsafePath as error:
+        parts.make_stale(row, StaleReason.CORRUPT, str(error))
+        return None
+    if size is None:
+        parts.make_stale(row, StaleReason.MISSING, "its file is gone")
+        return None
+    if not row.file_size <= size <= row.file_size + container.MAX_PADDING:
+        parts.make_stale(row, StaleReason.CORRUPT, f"its file has {size} bytes instead of {row.file_size}")
+        return None
+    return row
+
+
+def _encode(
+    engine: Engine, of_input: bytes, token_ids: TokenIds, options: SaveOptions
+) -> tuple[NewCheckpoint, bytes, memoryview]:
+    """The row, the bytes before the payload, and the payload."""
+    if engine.memory_kind is not MemoryKind.FULL:
+        raise Unsupported(
+            what=f"saving {engine.memory_kind} memory", reason="this version saves full attention caches only"
+        )
+    payload = engine.capture()
+    state = kv_state.parse(payload)
+    kv_state.require_plain_sequence(state, len(token_ids))
+    model_name = engine.model_name[:_NAME_LENGTH]
+    header = container.Header(
+        flags=container.FLAG_SLICEABLE,
+        seq_len=len(token_ids),
+        start_token=0,
+        n_layer=state.n_layer,
+        n_kv_head=engine.dimensions.n_kv_head,
+        metadata_size=0,
+        fingerprint=engine.fingerprint.digest,
+        input_hash=of_input,
+        created_ns=time.time_ns(),
+    )
+    metadata = {
+        "dialect": state.dialect,
+        "engine": engine.engine_name,
+        "fingerprint": dict(engine.fingerprint.fields),
+        "memory_kind": engine.memory_kind.value,
+        "model_name": model_name,
+    }
+    head, full = container.encode_head(header, metadata, token_ids, payload)
+    checkpoint_id = uuid.uuid4().hex
+    new = NewCheckpoint(
+        id=checkpoint_id,
+        model_name=model_name,
+        fingerprint=full.fingerprint,
+        input_hash=of_input,
+        tokens_hash=tokens_hash(token_ids),
+        n_tokens=full.seq_len,
+        memory_kind=engine.memory_kind,
+        file_path=path_of(checkpoint_id),
+        file_size=full.payload_offset + full.payload_size,
+        payload_crc32=full.payload_crc32,
+        prefill_ms=options.prefill_ms,
+        expires_in_s=options.expires_in_s,
+        label=options.label,
+    )
+    return new, head, payload
+
+
+def _register(parts: Parts, engine: Engine, new: NewCheckpoint) -> Checkpoint:
+    """Adds the row, or gives the row of whoever was first. If it fails, the file is removed: unless the database cannot
+    even say whether the row is there, for a row without a file is worse than a file without a row.
+    """
+    model = RegisteredModel(fingerprint=engine.fingerprint, model_name=new.model_name, dimensions=engine.dimensions)
+    for _ in range(_MAX_TRIES):
+        try:
+            with parts.database.write() as db:
+                queries.expire_due(db, new.fingerprint, new.input_hash)
+                queries.put_model(db, model)
+                row = queries.insert_checkpoint(db, new)
+                parts.hook("inserted")
+            parts.hook("committed")
+        except Conflict as error:
+            conflict = error
+            theirs = _usable(parts, new.fingerprint, new.input_hash)
+            if theirs is not None:
+                return theirs
+        except DatabaseUnavailable:
+            there = _ask_again(parts, new)
+            if there is None:
+                raise
+            return there
+        else:
+            return row
+    _discard(parts, new)
+    raise conflict
+
+
+def _ask_again(parts: Parts, new: NewCheckpoint) -> Checkpoint | None:
+    """After a commit that failed: the row if it is there after all; if it is not, the file goes too."""
+    try:
+        with parts.database.read() as db:
+            row = queries.get(db, new.id)
+    except DatabaseUnavailable:
+        log.warning("the database is gone; %s may be left for gc to collect", new.file_path)
+        return None
+    if row is None:
+        _discard(parts, new)
+    return row
+
+
+def _discard(parts: Parts, new: NewCheckpoint) -> None:
+    try:
+        parts.store.remove(new.file_path)
+    except StoreUnavailable as error:
+        log.warning("a file that no row names is left for gc to collect: %s", error)

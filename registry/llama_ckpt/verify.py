@@ -1,0 +1,153 @@
+"""`Verifier`: are the files whole, and do rows and files agree? Reads only; a damaged file is a finding, not an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from llama_ckpt import formats
+from llama_ckpt.db import queries
+from llama_ckpt.db.connect import Database
+from llama_ckpt.errors import CorruptFile, FileMissing, UnsafePath
+from llama_ckpt.files import Store, map_file
+from llama_ckpt.values import Check, Checkpoint, Finding, FindingKind, Status
+
+_ORDER = ("Header", "CRC32", "Structure", "Dimensions", "Row")
+_BATCH = 500
+
+
+class Verifier:
+    """Checks one checkpoint, or everything. Changes nothing, neither rows nor files."""
+
+    def __init__(self, database: Database, store: Store) -> None:
+        self._database = database
+        self._store = store
+
+    def checkpoint(self, row: Checkpoint) -> list[Check]:
+        """One line per check of a checkpoint's file: header, CRCs, structure, dimensions of its model, its row.
+
+        Raises:
+            StoreUnavailable: the file cannot be read now; nothing is known of it.
+            DatabaseUnavailable: the database cannot be read.
+
+        """
+        try:
+            with self._store.map(row.file_path) as view:
+                return _checks(view, row.file_path, row, self._database)
+        except (FileMissing, UnsafePath) as error:
+            return [Check(name="File", ok=False, detail=str(error))]
+
+    def everything(self) -> Iterator[tuple[Checkpoint, list[Check]]]:
+        """Every ACTIVE checkpoint with its checks, in the order in which they were saved.
+
+        Raises:
+            StoreUnavailable, DatabaseUnavailable: as `checkpoint`.
+
+        """
+        with self._database.read() as db:
+            rows = list(queries.scan(db, Status.ACTIVE))
+        for row in rows:
+            yield row, self.checkpoint(row)
+
+    def findings(self) -> list[Finding]:
+        """Every disagreement between rows and files: ACTIVE rows whose file is missing or damaged, files without a row,
+        left-over temporaries, foreign things in the store's folders. An empty list is a clean store.
+
+        Raises:
+            StoreUnavailable, DatabaseUnavailable: as `checkpoint`, or the store cannot be walked.
+
+        """
+        found = [finding for row, checks in self.everything() for finding in _of_row(row, checks)]
+        return found + list(self.ghosts())
+
+    def ghosts(self) -> Iterator[Finding]:
+        """Files without a row, left-over temporaries and foreign things in the store's folders.
+
+        Raises:
+            StoreUnavailable, DatabaseUnavailable: the store cannot be walked, the database not read.
+
+        """
+        entries = list(self._store.walk())
+        for i in range(0, len(entries), _BATCH):
+            batch = entries[i : i + _BATCH]
+            with self._database.read() as db:
+                known = queries.known_paths(db, [e.path for e in batch])
+            for entry in batch:
+                if entry.path in known:
+                    continue
+                kind = {"checkpoint": FindingKind.ORPHAN, "temporary": FindingKind.TEMPORARY}.get(entry.kind)
+                yield Finding(
+                    kind=kind or FindingKind.FOREIGN,
+                    path=entry.path,
+                    detail=entry.detail or "no row names it",
+                    size_bytes=entry.size_bytes,
+                )
+
+
+def file_checks(path: Path, database: Database | None) -> list[Check]:
+    """One line per check of any file, without a row; its model is looked up in `database`, where there is one.
+
+    Raises:
+        FileMissing, UnsafePath, StoreUnavailable: the file cannot be read.
+        DatabaseUnavailable: the database cannot be read.
+
+    """
+    with map_file(path) as view:
+        return _checks(view, str(path), None, database)
+
+
+def _checks(view: memoryview, name: str, row: Checkpoint | None, database: Database | None) -> list[Check]:
+    passed: list[str] = []
+    try:
+        file = formats.open_checkpoint(view, name, passed.append)
+    except CorruptFile as error:
+        return _failed(passed, error)
+    checks = [_with_padding(check, file.contents.padding) for check in passed]
+    checks.append(_dimensions(file, database))
+    if row is not None:
+        try:
+            formats.require_agreement(file, row, name)
+        except CorruptFile as error:
+            return [*checks, Check(name="Row", ok=False, detail=error.values["reason"])]
+        checks.append(Check(name="Row", ok=True))
+    return checks
+
+
+def _dimensions(file: formats.CheckpointFile, database: Database | None) -> Check:
+    models = []
+    if database is not None:
+        with database.read() as db:
+            models = queries.models(db, digest=file.fingerprint.digest)
+    if not models:
+        return Check(name="Dimensions", ok=None, detail="the model is not registered here")
+    mismatch = formats.dimension_mismatch(file.dimensions, models[0].dimensions)
+    return Check(name="Dimensions", ok=mismatch is None, detail=mismatch or "")
+
+
+def all_ok(checks: list[Check]) -> bool:
+    """Whether no check failed; one that could not be made does not count against a file."""
+    return all(check.ok is not False for check in checks)
+
+
+def _with_padding(name: str, padding: int) -> Check:
+    note = f"after {padding} zero bytes before the magic" if padding and name == "Header" else ""
+    return Check(name=name, ok=True, detail=note)
+
+
+def _failed(passed: list[str], error: CorruptFile) -> list[Check]:
+    failed = error.values["check"]
+    rest = [name for name in _ORDER if name not in passed and name not in (failed, "Row")]
+    return [
+        *(Check(name=name, ok=True) for name in passed if name != failed),
+        Check(name=failed, ok=False, detail=error.values["reason"]),
+        *(Check(name=name, ok=None, detail=f"{failed} failed") for name in rest),
+    ]
+
+
+def _of_row(row: Checkpoint, checks: list[Check]) -> Iterator[Finding]:
+    for check in checks:
+        if check.ok is False:
+            kind = FindingKind.MISSING if check.name == "File" else FindingKind.CORRUPT
+            yield Finding(
+                kind=kind, path=row.file_path, detail=str(check), checkpoint_id=row.id, size_bytes=row.file_size
+            )
