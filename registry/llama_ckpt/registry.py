@@ -15,7 +15,7 @@ from types import TracebackType
 
 from llama_ckpt import matching, restoring, saving
 from llama_ckpt.db import migrate, queries
-from llama_ckpt.db.connect import Database
+from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.engine import Engine, Progress, no_progress
 from llama_ckpt.errors import BadInput, DatabaseUnavailable, LlamaCkptError, NotFound
 from llama_ckpt.files import StepHook, Store, no_hook
@@ -77,7 +77,7 @@ class Registry:
         root = Path(store) if store is not None else default_store()
         files = Store(root, drop_page_cache=drop_page_cache, hook=hook)
         files.create()
-        database = Database(database_url or sqlite_url(root))
+        database = Database(database_url or sqlite_url(root.absolute() / DATABASE_FILE))
         migrate.upgrade(database)
         with database.read() as db:
             registry_id = queries.registry_id(db)
@@ -369,8 +369,3 @@ def default_store() -> Path:
     import platformdirs
 
     return platformdirs.user_data_path("llama-ckpt")
-
-
-def sqlite_url(root: Path) -> str:
-    """The URL of the database beside the files."""
-    return f"sqlite:///{(root.absolute() / DATABASE_FILE).as_posix()}"

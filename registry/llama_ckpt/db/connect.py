@@ -103,6 +103,11 @@ class Database:
             raise DatabaseUnavailable(url=self.shown_url, reason="all its connections are in use") from error
 
 
+def sqlite_url(path: Path) -> str:
+    """The URL of the SQLite database in this file, with whatever needs it quoted."""
+    return URL.create("sqlite", database=path.as_posix()).render_as_string()
+
+
 def hide_password(url: str) -> str:
     """A database URL for people: without the password."""
     return _parse(url).render_as_string(hide_password=True)

@@ -1,0 +1,50 @@
+# One virtual environment, one command for each thing. `make help` lists them.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# A build for "this very processor" breaks where a virtual machine shows instructions that it does not allow, or when a cached
+# wheel meets another processor: on x86-64 build for AVX2, which runs everywhere.
+ifneq (,$(filter x86_64 amd64,$(shell uname -m)))
+export CMAKE_ARGS ?= -DGGML_NATIVE=OFF
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format bench clean
+
+help: ## show this help
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
+
+install: $(VENV)/.installed ## make the virtual environment with everything
+
+$(VENV)/.installed: pyproject.toml tests/engine_runs.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	@echo "installing; the first time llama.cpp is compiled, which takes some minutes"
+	$(BIN)/python -m pip install --quiet --editable '.[all]'
+	$(BIN)/python tests/engine_runs.py || $(BIN)/python -m pip install --force-reinstall --no-deps --no-cache-dir llama-cpp-python
+	$(BIN)/python tests/engine_runs.py
+	@touch $@
+
+demo: install ## run the whole story on a real model
+	$(BIN)/llama-ckpt demo
+
+test: install ## run the tests
+	$(BIN)/python -m pytest
+
+check: install ## all checks: format, lint, types, import contracts, tests, migrations in step
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(MAKE) --no-print-directory test
+
+format: install ## put the code into shape
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install ## measure, as ratios in one run
+	$(BIN)/python -m benchmarks
+
+clean: ## remove the virtual environment and what tools left
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from support.sample_engine import SampleEngine
+
+from llama_ckpt.db.connect import Database
+from llama_ckpt.errors import DatabaseUnavailable
+from llama_ckpt.metrics import Counters
+from llama_ckpt.registry import Registry, sqlite_url
+from llama_ckpt.verify import Verifier
+
+POSTGRESQL = os.environ.get("LLAMA_CKPT_TEST_POSTGRESQL_URL", "postgresql+psycopg://postgres@127.0.0.1:5432/postgres")
+POSTGRESQL_REQUIRED = os.environ.get("LLAMA_CKPT_REQUIRE_POSTGRESQL") == "1"
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No setting and no folder of the person who runs the tests reaches them."""
+    for name in list(os.environ):
+        if name.startswith("LLAMA_CKPT_"):
+            monkeypatch.delenv(name)
+    for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+
+
+@pytest.fixture(scope="session")
+def postgresql_url():
+    """A database of this test run, with the schema; dropped at the end."""
+    url = sa.make_url(POSTGRESQL)
+    name = f"llama_ckpt_test_{uuid.uuid4().hex[:12]}"
+    server = sa.create_engine(url, isolation_level="AUTOCOMMIT", connect_args={"connect_timeout": 3})
+    try:
+        with server.connect() as db:
+            db.exec_driver_sql(f"CREATE DATABASE {name}")
+    except sa.exc.OperationalError as error:
+        reason = f"no PostgreSQL at {url.render_as_string(hide_password=True)}: {str(error.orig).splitlines()[0]}"
+        if POSTGRESQL_REQUIRED:
+            pytest.fail(reason)
+        pytest.skip(reason)
+    made = url.set(database=name)
+    yield made.render_as_string(hide_password=False)
+    with server.connect() as db:
+        db.exec_driver_sql(f"DROP DATABASE {name} WITH (FORCE)")
+    server.dispose()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty database: a test that takes it runs on every kind."""
+    if request.param == "sqlite":
+        return sqlite_url(tmp_path)
+    url = request.getfixturevalue("postgresql_url")
+    database = Database(url)
+    with database.migration() as db:
+        db.exec_driver_sql("DROP SCHEMA public CASCADE")
+        db.exec_driver_sql("CREATE SCHEMA public")
+    database.close()
+    return url
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def left_in_store() -> set[str]:
+    """Kinds of findings that a test leaves on purpose; it adds to the set what it leaves."""
+    return set()
+
+
+@pytest.fixture
+def registry(database_url: str, tmp_path: Path, counters: Counters, left_in_store: set[str]):
+    """An empty registry over each database. At the end rows and files must agree."""
+    opened = Registry.open(database_url, tmp_path / "store", metrics=counters)
+    yield opened
+    try:
+        found = {f.kind.value for f in Verifier(opened.database, opened.store).findings()}
+        assert found <= left_in_store
+    except DatabaseUnavailable:
+        assert "no database" in left_in_store
+    finally:
+        opened.close()
+
+
+@pytest.fixture
+def engine() -> SampleEngine:
+    """An engine that holds the recorded state of three tokens."""
+    made = SampleEngine()
+    made.evaluate(made.ids)
+    return made
+
+
+@pytest.fixture
+def saved(registry: Registry, engine: SampleEngine):
+    """A checkpoint of the input "one"."""
+    return registry.save(engine, "one").checkpoint

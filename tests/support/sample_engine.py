@@ -1,0 +1,65 @@
+"""An engine that holds real recorded states, for tests of everything around an engine. Tests of the engine use the real one.
+
+Every text has the sample's tokens: what tells inputs apart is their SHA-256.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from support import samples
+
+from llama_ckpt.engine import no_progress
+from llama_ckpt.errors import BadInput, EngineFailed
+from llama_ckpt.fingerprint import fingerprint
+from llama_ckpt.formats import kv_state
+from llama_ckpt.values import MemoryKind, ModelDimensions
+
+NOTHING = np.empty(0, dtype=np.int32)
+
+
+class SampleEngine:
+    engine_name = "recorded llama-cpp-python 0.3.36"
+    memory_kind = MemoryKind.FULL
+
+    def __init__(
+        self, sample: str = samples.F16, *, weights: str = "ab" * 32, model_name: str = "sample", n_ctx: int = 512
+    ):
+        self.ids, self.state = samples.read(sample)
+        self.model_name = model_name
+        self.n_ctx = n_ctx
+        parsed = kv_state.parse(memoryview(self.state))
+        self.dialect = parsed.dialect
+        self.dimensions = ModelDimensions(n_layer=parsed.n_layer, n_kv_head=3, kv_token_bytes=parsed.token_bytes)
+        fields = {
+            "weights": weights,
+            "type_k": parsed.type_k,
+            "type_v": parsed.type_v,
+            "v_transposed": parsed.v_transposed,
+        }
+        self.fingerprint = fingerprint(fields)
+        self.held = NOTHING
+        self.n_loads = self.n_evaluations = 0
+        self.refuses = False
+
+    def token_ids(self, text):
+        if not text:
+            raise BadInput(what="input text", value=text, reason="no token")
+        return self.ids
+
+    def held_token_ids(self):
+        return self.held
+
+    def capture(self):
+        return memoryview(bytearray(self.state)).toreadonly()
+
+    def load(self, state, token_ids):
+        self.n_loads += 1
+        if self.refuses or bytes(state) != self.state:
+            self.held = NOTHING
+            raise EngineFailed(reason="it took 0 bytes of state")
+        self.held = token_ids
+
+    def evaluate(self, token_ids, progress=no_progress):
+        self.n_evaluations += 1
+        self.held = token_ids
+        progress(len(token_ids), len(token_ids))
