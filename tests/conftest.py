@@ -8,10 +8,10 @@ import pytest
 import sqlalchemy as sa
 from support.sample_engine import SampleEngine
 
-from llama_ckpt.db.connect import Database
+from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.errors import DatabaseUnavailable
 from llama_ckpt.metrics import Counters
-from llama_ckpt.registry import Registry, sqlite_url
+from llama_ckpt.registry import Registry
 from llama_ckpt.verify import Verifier
 
 POSTGRESQL = os.environ.get("LLAMA_CKPT_TEST_POSTGRESQL_URL", "postgresql+psycopg://postgres@127.0.0.1:5432/postgres")
@@ -53,7 +53,7 @@ def postgresql_url():
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of an empty database: a test that takes it runs on every kind."""
     if request.param == "sqlite":
-        return sqlite_url(tmp_path)
+        return sqlite_url(tmp_path / "registry.sqlite3")
     url = request.getfixturevalue("postgresql_url")
     database = Database(url)
     with database.migration() as db:

@@ -25,15 +25,9 @@ def config(session: Session) -> None:
     """Show every setting and where its value comes from."""
     from llama_ckpt.config import Setting
     from llama_ckpt.db.connect import hide_password
-    from llama_ckpt.registry import default_store, sqlite_url
 
-    settings = dict(session.settings)
-    if not settings["store"].value:
-        settings["store"] = Setting(str(default_store()), settings["store"].origin)
-    if not settings["database_url"].value:
-        from pathlib import Path
-
-        settings["database_url"] = Setting(sqlite_url(Path(settings["store"].value)), settings["database_url"].origin)
+    resolved = {"store": str(session.root), "database_url": session.database_url}
+    settings = {k: Setting(s.value or resolved.get(k, ""), s.origin) for k, s in session.settings.items()}
     shown = {
         k: Setting(hide_password(s.value) if k == "database_url" else s.value, s.origin) for k, s in settings.items()
     }
@@ -70,15 +64,9 @@ def current(session: Session) -> None:
 
 
 def _database(session: Session) -> Database:
-    from pathlib import Path
-
     from llama_ckpt.db.connect import Database
     from llama_ckpt.files import Store
-    from llama_ckpt.registry import default_store, sqlite_url
 
-    url = session.value("database_url")
-    if not url:
-        root = Path(session.value("store") or default_store())
-        Store(root).create()
-        url = sqlite_url(root)
-    return Database(url)
+    if not session.value("database_url"):
+        Store(session.root).create()
+    return Database(session.database_url)

@@ -51,23 +51,34 @@ class Session:
         """A setting's value; a command's own flag goes before all."""
         return flag if flag is not None else self.settings[name].value
 
+    @property
+    def root(self) -> Path:
+        """The store's folder."""
+        from llama_ckpt.registry import default_store
+
+        return Path(self.value("store") or default_store()).absolute()
+
+    @property
+    def database_url(self) -> str:
+        """The database's URL: named, or SQLite beside the files."""
+        from llama_ckpt.db.connect import sqlite_url
+        from llama_ckpt.registry import DATABASE_FILE
+
+        return self.value("database_url") or sqlite_url(self.root / DATABASE_FILE)
+
     def registry(self) -> Registry:
-        """The registry that the settings name; closed by the process's end."""
+        """The registry that the settings name. The caller closes it."""
         from llama_ckpt.config import flag
         from llama_ckpt.registry import Registry
 
-        return Registry.open(
-            self.value("database_url") or None,
-            self.value("store") or None,
-            drop_page_cache=flag(self.value("drop_page_cache"), "drop_page_cache"),
-        )
+        drop = flag(self.value("drop_page_cache"), "drop_page_cache")
+        return Registry.open(self.database_url, self.root, drop_page_cache=drop)
 
     def existing_registry(self) -> Registry | None:
         """The same, but None instead of making one: for questions about a file that need no registry."""
-        from llama_ckpt.registry import DATABASE_FILE, default_store
+        from llama_ckpt.registry import DATABASE_FILE
 
-        root = Path(self.value("store") or default_store())
-        if not self.value("database_url") and not (root / DATABASE_FILE).exists():
+        if not self.value("database_url") and not (self.root / DATABASE_FILE).exists():
             return None
         return self.registry()
 

@@ -53,9 +53,10 @@ def test_saving_the_same_input_again_writes_nothing(registry, engine, saved, cou
 
 
 def test_a_deduplicated_save_neither_reads_the_state_nor_the_payload(registry, engine, saved, monkeypatch):
-    monkeypatch.setattr(engine, "capture", lambda: pytest.fail("the state was read"))
-    monkeypatch.setattr(registry.store, "map", lambda _path: pytest.fail("the payload was read"))
-    assert registry.save(engine, "one").outcome is SaveOutcome.DEDUPLICATED
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "capture", lambda: pytest.fail("the state was read"))
+        patch.setattr(registry.store, "map", lambda _path: pytest.fail("the payload was read"))
+        assert registry.save(engine, "one").outcome is SaveOutcome.DEDUPLICATED
 
 
 def test_token_ids_are_an_input_of_their_own(registry, engine):
@@ -179,7 +180,7 @@ def damage_cases():
         "nine zero bytes before the magic": (lambda d: bytes(9) + d, "no LLAM magic"),
         "absurd counts": (lambda d: d[:16] + b"\xff" * 16 + d[32:], "CRC of the header"),
         "a flipped header bit": (flip(0x40), "CRC of the header"),
-        "a flipped token bit": (flip(0x80 + 300), "CRC-32 of the metadata and token ids"),
+        "a flipped metadata bit": (flip(0x80 + 30), "CRC-32 of the metadata and token ids"),
         "a flipped filling bit": (flip(4000), "filling"),
         "a flipped payload bit": (flip(-1000), "CRC-32 of the payload"),
     }
