@@ -8,7 +8,9 @@ import pytest
 import sqlalchemy as sa
 from support.sample_engine import SampleEngine
 
+from llama_ckpt.db import migrate
 from llama_ckpt.db.connect import Database, sqlite_url
+from llama_ckpt.db.tables import metadata, registry_info, registry_lease
 from llama_ckpt.errors import DatabaseUnavailable
 from llama_ckpt.metrics import Counters
 from llama_ckpt.registry import Registry
@@ -42,8 +44,11 @@ def postgresql_url():
         if POSTGRESQL_REQUIRED:
             pytest.fail(reason)
         pytest.skip(reason)
-    made = url.set(database=name)
-    yield made.render_as_string(hide_password=False)
+    made = url.set(database=name).render_as_string(hide_password=False)
+    database = Database(made)
+    migrate.upgrade(database)
+    database.close()
+    yield made
     with server.connect() as db:
         db.exec_driver_sql(f"DROP DATABASE {name} WITH (FORCE)")
     server.dispose()
@@ -51,14 +56,16 @@ def postgresql_url():
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty database: a test that takes it runs on every kind."""
+    """The URL of a database without rows: a test that takes it runs on every kind."""
     if request.param == "sqlite":
         return sqlite_url(tmp_path / "registry.sqlite3")
     url = request.getfixturevalue("postgresql_url")
     database = Database(url)
-    with database.migration() as db:
-        db.exec_driver_sql("DROP SCHEMA public CASCADE")
-        db.exec_driver_sql("CREATE SCHEMA public")
+    with database.write() as db:
+        tables = ", ".join(t.name for t in metadata.sorted_tables if t.name != "registry_lease")
+        db.exec_driver_sql(f"TRUNCATE {tables} RESTART IDENTITY CASCADE")
+        db.execute(sa.update(registry_lease).values(holder=None, fence=0, expires_us=0))
+        db.execute(sa.insert(registry_info).values(name="registry_id", value=uuid.uuid4().hex))
     database.close()
     return url
 

@@ -83,7 +83,7 @@ def prompt_of(engine: LlamaCppEngine, n_tokens: int) -> str:
     lines = ["You answer questions about the log of a weather station, in one short sentence.\n"]
     day = 0
     while len(engine.token_ids("".join(lines))) < n_tokens:
-        for _ in range(8):
+        for _ in range(2):
             day += 1
             wind, rain = (day * 7) % 31, (day * 13) % 17
             lines.append(

@@ -68,7 +68,7 @@ def restore(parts: Parts, engine: Engine, given: Input, match: Callable[..., Mat
 def _attempt(parts: Parts, engine: Engine, row: Checkpoint, token_ids: TokenIds) -> _Attempt:
     """One candidate: leased, loaded, and what happened recorded."""
     if row.n_tokens > engine.n_ctx:
-        reason = f"checkpoint {row.id} has {row.n_tokens} cells, the context {engine.n_ctx}: set a larger n_ctx"
+        reason = f"the checkpoint has {row.n_tokens} cells, the context {engine.n_ctx}: set a larger n_ctx"
         return _Attempt(Outcome.NO_MATCH, reason)
     try:
         with parts.database.write() as db:
@@ -76,7 +76,7 @@ def _attempt(parts: Parts, engine: Engine, row: Checkpoint, token_ids: TokenIds)
     except DatabaseUnavailable as error:
         return _Attempt(Outcome.FAILED, str(error), error=error)
     if until is None:
-        return _Attempt(Outcome.NO_MATCH, f"checkpoint {row.id} went STALE at this moment")
+        return _Attempt(Outcome.NO_MATCH, "the checkpoint went STALE at this moment")
     parts.hook("leased")
     attempt = _load(parts, engine, row, token_ids)
     with _noted(row):
@@ -95,15 +95,15 @@ def _load(parts: Parts, engine: Engine, row: Checkpoint, token_ids: TokenIds) ->
             file = _verified(parts, engine, row, token_ids, view)
             engine.load(file.contents.payload, token_ids)
     except FileMissing as error:
-        return _Attempt(Outcome.NO_MATCH, f"checkpoint {row.id}: {error}", StaleReason.MISSING)
+        return _Attempt(Outcome.NO_MATCH, str(error), StaleReason.MISSING)
     except (CorruptFile, UnsafePath) as error:
-        return _Attempt(Outcome.NO_MATCH, f"checkpoint {row.id}: {error}", StaleReason.CORRUPT)
+        return _Attempt(Outcome.NO_MATCH, str(error), StaleReason.CORRUPT)
     except Incompatible as error:
-        return _Attempt(Outcome.NO_MATCH, f"checkpoint {row.id}: {error}", StaleReason.INCOMPATIBLE)
+        return _Attempt(Outcome.NO_MATCH, str(error), StaleReason.INCOMPATIBLE)
     except StoreUnavailable as error:
         return _Attempt(Outcome.FAILED, str(error), error=error)
     except EngineFailed as error:
-        return _Attempt(Outcome.FAILED, f"checkpoint {row.id}: {error}", StaleReason.INCOMPATIBLE, error)
+        return _Attempt(Outcome.FAILED, str(error), StaleReason.INCOMPATIBLE, error)
     return _Attempt(Outcome.HIT, "restored")
 
 
@@ -113,7 +113,7 @@ def _verified(
     """The file, held to itself, to its row and to the engine."""
     file = formats.open_checkpoint(view, row.file_path)
     if file.contents.padding:
-        log.info("detected padding: %d zero bytes before the magic of %s", file.contents.padding, row.file_path)
+        log.info("detected padding: %d byte(s) of zeros before the magic of %s", file.contents.padding, row.file_path)
         parts.metrics.count("padding_detected")
     formats.require_agreement(file, row, row.file_path)
     if row.tokens_hash != tokens_hash(token_ids):

@@ -215,7 +215,7 @@ def test_a_file_shifted_by_zero_bytes_is_restored_and_counted(registry, engine, 
     with caplog.at_level("INFO", logger="llama_ckpt"):
         assert registry.restore(engine, "one").outcome is Outcome.HIT
     assert counters["padding_detected"] == 1
-    assert f"detected padding: {n_zeros} zero bytes" in caplog.text
+    assert f"detected padding: {n_zeros} byte(s)" in caplog.text
     assert registry.save(engine, "one").outcome is SaveOutcome.DEDUPLICATED
 
 
