@@ -1,0 +1,60 @@
+"""Several processes on one registry."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+from llama_ckpt.collector import Collector
+from llama_ckpt.values import Outcome
+from support import child
+
+
+def start_together(registry, orders):
+    """Starts a child per order; all begin their work when every one is ready to. Gives their answers."""
+    reading, writing = os.pipe()
+    url = registry.database.url.render_as_string(hide_password=False)
+    running = [
+        subprocess.Popen(
+            child.command(database_url=url, store=str(registry.store.root), gate=reading, **order),
+            env=child.environment(),
+            pass_fds=(reading,),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for order in orders
+    ]
+    os.close(reading)
+    os.close(writing)
+    answers = []
+    for process in running:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        answers.append(json.loads(out))
+    return answers
+
+
+def test_processes_that_save_the_same_input_at_once_make_one_row_and_one_file_and_all_succeed(registry, engine):
+    texts = [f"input {i}" for i in range(12)]
+    answers = start_together(registry, [{"verb": "save", "texts": texts}] * 4)
+    for of_one_text in zip(*answers, strict=True):
+        outcomes = sorted(outcome for outcome, _ in of_one_text)
+        assert outcomes == ["deduplicated"] * 3 + ["saved"]
+        assert len({checkpoint_id for _, checkpoint_id in of_one_text}) == 1
+    assert len(registry.list()) == len(texts)
+    assert len(list(registry.store.root.rglob("*.llam"))) == len(texts)
+    assert not list(registry.store.root.rglob("*.tmp"))
+
+
+def test_readers_savers_and_gc_at_once_give_hits_and_misses_and_never_an_error(registry, engine):
+    texts = [f"input {i}" for i in range(20)]
+    for text in texts:
+        registry.remove(registry.save(engine, text).checkpoint.id)
+    reading = {"verb": "restore", "texts": texts * 3}
+    answers = start_together(registry, [reading, reading, {"verb": "save", "texts": texts}, {"verb": "gc"}])
+    assert set(answers[0] + answers[1]) <= {"hit", "no_match"}
+    assert answers[3][1] == 0
+    assert all(registry.restore(engine, text).outcome is Outcome.HIT for text in texts)
+    assert not Collector(registry.parts).plan(stale_grace_s=0).findings

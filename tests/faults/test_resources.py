@@ -1,0 +1,195 @@
+"""Disk full, database gone, engine at odds: what fails is told, and nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import sqlalchemy as sa
+
+from llama_ckpt.db.connect import Database
+from llama_ckpt.errors import Conflict, DatabaseUnavailable, StoreFull, StoreUnavailable
+from llama_ckpt.registry import Registry
+from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
+from support.sample_engine import SampleEngine
+
+
+class Fault(Exception):
+    """Stands for a crash inside the process."""
+
+
+def failing_hook(step, error):
+    def hook(now):
+        if now == step:
+            raise error
+
+    return hook
+
+
+def files_in(registry):
+    return [p for p in registry.store.root.rglob("*") if p.suffix in (".llam", ".tmp")]
+
+
+@pytest.mark.parametrize("step", ["created", "head", "written", "staged", "renamed"])
+@pytest.mark.parametrize(
+    ("number", "expected"), [(errno.ENOSPC, StoreFull), (errno.EDQUOT, StoreFull), (errno.EIO, StoreUnavailable)]
+)
+def test_a_save_that_fails_while_writing_leaves_neither_file_nor_row(registry, engine, step, number, expected, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(registry.store, "_hook", failing_hook(step, OSError(number, "told by the system")))
+        with pytest.raises(expected, match="told by the system"):
+            registry.save(engine, "one")
+    assert (registry.list(), files_in(registry)) == ([], [])
+    assert registry.save(engine, "one").outcome is SaveOutcome.SAVED
+
+
+def test_a_warm_that_cannot_save_has_evaluated_all_the_same_and_says_what_failed(registry, monkeypatch):
+    engine = SampleEngine()
+    with monkeypatch.context() as patch:
+        patch.setattr(registry.store, "free_bytes", lambda: 1000)
+        warmed = registry.warm(engine, "one")
+    assert (len(engine.held), warmed.n_evaluated, warmed.save) == (3, 3, None)
+    assert isinstance(warmed.problem, StoreFull)
+    assert "1000 bytes are free" in str(warmed.problem)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_read_error_of_the_moment_gives_failed_and_the_same_row_hits_later(registry, engine, saved, number, monkeypatch):
+    def broken(*_args, **_kw):
+        raise OSError(number, "told by the system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("llama_ckpt.files.os.open", broken)
+        back = registry.restore(engine, "one")
+    assert (back.outcome, back.n_restored) == (Outcome.FAILED, 0)
+    assert isinstance(back.error, StoreUnavailable)
+    now = registry.get(saved.id)
+    assert (now.status, now.lease_until_us) == (Status.ACTIVE, None)
+    assert registry.restore(engine, "one").outcome is Outcome.HIT
+
+
+@pytest.fixture
+def broken_database(monkeypatch):
+    """Makes every transaction of a kind fail as a lost connection does."""
+
+    def broken(*kinds):
+        def fail(self):
+            raise DatabaseUnavailable(url=self.shown_url, reason="the connection was lost")
+
+        for kind in kinds:
+            monkeypatch.setattr(Database, kind, fail)
+
+    yield broken
+    monkeypatch.undo()
+
+
+def test_a_match_without_a_database_is_failed_and_no_exception(registry, engine, saved, broken_database, monkeypatch):
+    broken_database("read")
+    found = registry.match("one", fingerprint=engine.fingerprint)
+    assert found.outcome is Outcome.FAILED
+    assert isinstance(found.error, DatabaseUnavailable)
+    monkeypatch.undo()
+
+
+def test_a_warm_without_a_database_evaluates_and_says_so(registry, broken_database, monkeypatch):
+    engine = SampleEngine()
+    broken_database("read", "write")
+    warmed = registry.warm(engine, "one")
+    assert (len(engine.held), warmed.n_evaluated) == (3, 3)
+    assert isinstance(warmed.problem, DatabaseUnavailable)
+    monkeypatch.undo()
+    assert (registry.list(), files_in(registry)) == ([], [])
+
+
+def test_a_restore_whose_hit_cannot_be_recorded_is_a_hit(registry, engine, saved, monkeypatch, caplog):
+    real = Database.write
+
+    def after_lease(self):
+        monkeypatch.setattr(Database, "write", lambda self: (_ for _ in ()).throw(DatabaseUnavailable(url="", reason="lost")))
+        return real(self)
+
+    monkeypatch.setattr(Database, "write", after_lease)
+    back = registry.restore(engine, "one")
+    monkeypatch.undo()
+    assert back.outcome is Outcome.HIT
+    assert "was not recorded" in caplog.text
+
+
+def test_a_row_that_cannot_be_written_takes_its_file_along(registry, engine, monkeypatch):
+    """The database answers again when it is asked whether the row is there: it is not."""
+
+    def refuse(_db, _new):
+        raise sa.exc.OperationalError("INSERT", {}, Exception("disk I/O error"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("llama_ckpt.db.queries.insert_checkpoint", refuse)
+        with pytest.raises(DatabaseUnavailable):
+            registry.save(engine, "one")
+    assert (registry.list(), files_in(registry)) == ([], [])
+
+
+def test_a_commit_whose_answer_was_lost_counts_as_saved(database_url, tmp_path, engine):
+    lost = DatabaseUnavailable(url="x", reason="the connection was lost after the commit")
+    with Registry.open(database_url, tmp_path / "store", hook=failing_hook("committed", lost)) as registry:
+        result = registry.save(engine, "one")
+        assert result.outcome is SaveOutcome.SAVED
+        assert registry.restore(engine, "one").outcome is Outcome.HIT
+
+
+def test_a_database_lost_after_the_rename_leaves_an_orphan_and_never_a_row_without_a_file(
+    registry, engine, monkeypatch, left_in_store, caplog
+):
+    def lose(step):
+        if step == "renamed":
+            fail = lambda self: (_ for _ in ()).throw(DatabaseUnavailable(url="", reason="lost"))  # noqa: E731
+            monkeypatch.setattr(Database, "read", fail)
+            monkeypatch.setattr(Database, "write", fail)
+
+    monkeypatch.setattr(registry.store, "_hook", lose)
+    with pytest.raises(DatabaseUnavailable):
+        registry.save(engine, "one")
+    monkeypatch.undo()
+    assert registry.list() == []
+    assert len(files_in(registry)) == 1
+    assert "left for gc to collect" in caplog.text
+    left_in_store.add("orphan")
+
+
+def test_a_save_that_loses_every_race_gives_up_without_leaving_a_file(registry, engine, monkeypatch):
+    def conflict(_db, _new):
+        raise sa.exc.IntegrityError("INSERT", {}, Exception("UNIQUE constraint failed"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("llama_ckpt.db.queries.insert_checkpoint", conflict)
+        with pytest.raises(Conflict):
+            registry.save(engine, "one")
+    assert files_in(registry) == []
+
+
+def test_a_saver_that_comes_second_takes_the_firsts_row_and_removes_its_own_file(registry, engine, monkeypatch):
+    first = []
+
+    def meanwhile(step):
+        if step == "renamed" and not first:
+            first.append(None)
+            first[0] = registry.save(engine, "one").checkpoint
+
+    monkeypatch.setattr(registry.store, "_hook", meanwhile)
+    second = registry.save(engine, "one")
+    assert (second.outcome, second.bytes_written, second.checkpoint) == (SaveOutcome.DEDUPLICATED, 0, first[0])
+    assert len(files_in(registry)) == 1
+
+
+def test_a_checkpoint_that_goes_stale_between_match_and_lease_is_no_match(registry, engine, saved, monkeypatch):
+    from llama_ckpt.db import queries
+
+    real = queries.lease
+
+    def too_late(db, row, seconds):
+        queries.mark_stale(db, row, StaleReason.REMOVED)
+        return real(db, row, seconds)
+
+    monkeypatch.setattr("llama_ckpt.db.queries.lease", too_late)
+    back = registry.restore(engine, "one")
+    assert back.outcome is Outcome.NO_MATCH
+    assert "went STALE at this moment" in back.reason
