@@ -17,7 +17,7 @@ from llama_ckpt.registry import Registry
 from llama_ckpt.verify import Verifier
 
 POSTGRESQL = os.environ.get("LLAMA_CKPT_TEST_POSTGRESQL_URL", "postgresql+psycopg://postgres@127.0.0.1:5432/postgres")
-POSTGRESQL_REQUIRED = os.environ.get("LLAMA_CKPT_REQUIRE_POSTGRESQL") == "1"
+POSTGRESQL_REQUIRED = os.environ.get("LLAMA_CKPT_REQUIRE_POSTGRESQL") == "1"  # read before clean_environment takes it away
 
 
 @pytest.fixture(autouse=True)

@@ -78,18 +78,16 @@ class Registry:
         files = Store(root, drop_page_cache=drop_page_cache, hook=hook)
         files.create()
         database = Database(database_url or sqlite_url(root.absolute() / DATABASE_FILE))
-        migrate.upgrade(database)
-        with database.read() as db:
-            registry_id = queries.registry_id(db)
-        files.require_owner(registry_id)
+        try:
+            migrate.upgrade(database)
+            with database.read() as db:
+                registry_id = queries.registry_id(db)
+            files.require_owner(registry_id)
+        except BaseException:
+            database.close()
+            raise
         return cls(
-            Parts(
-                database=database,
-                store=files,
-                registry_id=registry_id,
-                metrics=metrics or NullSink(),
-                hook=hook,
-            )
+            Parts(database=database, store=files, registry_id=registry_id, metrics=metrics or NullSink(), hook=hook)
         )
 
     def close(self) -> None:

@@ -7,11 +7,11 @@ from itertools import islice
 import llama_cpp
 import numpy as np
 import pytest
+from support import samples
 
 from llama_ckpt.errors import BadInput, EngineFailed
 from llama_ckpt.formats import kv_state
 from llama_ckpt.values import MemoryKind, Outcome, SaveOutcome, StaleReason
-from support import samples
 
 pytestmark = pytest.mark.llama
 
@@ -48,7 +48,9 @@ def input_of(engine, n_tokens):
     return ids[:n_tokens]
 
 
-@pytest.mark.parametrize("options", [{}, {"flash_attn": True}, {"flash_attn": True, "type_k": 8, "type_v": 8}], ids=["f16", "flash", "q8"])
+@pytest.mark.parametrize(
+    "options", [{}, {"flash_attn": True}, {"flash_attn": True, "type_k": 8, "type_v": 8}], ids=["f16", "flash", "q8"]
+)
 @pytest.mark.parametrize("n_tokens", [1, 2, 3, 300])
 def test_a_restored_input_continues_greedily_as_the_cold_run(load, registry, options, n_tokens):
     engine = load(**options)
@@ -146,7 +148,9 @@ def test_a_setting_that_changes_kv_bytes_gives_no_match_and_is_named(load, regis
     assert positions(other) == held
 
 
-def test_other_weights_of_the_same_shape_give_no_match_and_the_same_under_another_name_hit(load, registry, gguf, tmp_path):
+def test_other_weights_of_the_same_shape_give_no_match_and_the_same_under_another_name_hit(
+    load, registry, gguf, tmp_path
+):
     registry.warm(load(), TEXT)
     renamed, changed = tmp_path / "renamed.gguf", tmp_path / "changed.gguf"
     shutil.copyfile(gguf, renamed)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 
 import pytest
+from support import child
 
 from llama_ckpt.collector import Collector
 from llama_ckpt.values import GcKind, Outcome, SaveOutcome, Status
 from llama_ckpt.verify import Verifier, all_ok
-from support import child
 
 
 def run_child(registry, verb, **order):
@@ -76,7 +76,9 @@ def test_a_prune_killed_before_its_commit_marks_nothing_and_the_next_marks_all(r
     assert registry.get(saved.id).status is Status.STALE
 
 
-@pytest.mark.parametrize(("step", "n_rows", "n_files"), [("walked", 1, 1), ("rows deleted", 0, 1), ("file deleted", 0, 0)])
+@pytest.mark.parametrize(
+    ("step", "n_rows", "n_files"), [("walked", 1, 1), ("rows deleted", 0, 1), ("file deleted", 0, 0)]
+)
 def test_a_gc_killed_at_any_step_is_finished_by_the_next(registry, engine, saved, step, n_rows, n_files):
     registry.remove(saved.id)
     killed = run_child(registry, "gc", die_at=step)

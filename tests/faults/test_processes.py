@@ -6,9 +6,10 @@ import json
 import os
 import subprocess
 
+from support import child
+
 from llama_ckpt.collector import Collector
 from llama_ckpt.values import Outcome
-from support import child
 
 
 def start_together(registry, orders):

@@ -6,16 +6,12 @@ import errno
 
 import pytest
 import sqlalchemy as sa
+from support.sample_engine import SampleEngine
 
 from llama_ckpt.db.connect import Database
 from llama_ckpt.errors import Conflict, DatabaseUnavailable, StoreFull, StoreUnavailable
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
-from support.sample_engine import SampleEngine
-
-
-class Fault(Exception):
-    """Stands for a crash inside the process."""
 
 
 def failing_hook(step, error):
@@ -34,7 +30,9 @@ def files_in(registry):
 @pytest.mark.parametrize(
     ("number", "expected"), [(errno.ENOSPC, StoreFull), (errno.EDQUOT, StoreFull), (errno.EIO, StoreUnavailable)]
 )
-def test_a_save_that_fails_while_writing_leaves_neither_file_nor_row(registry, engine, step, number, expected, monkeypatch):
+def test_a_save_that_fails_while_writing_leaves_neither_file_nor_row(
+    registry, engine, step, number, expected, monkeypatch
+):
     with monkeypatch.context() as patch:
         patch.setattr(registry.store, "_hook", failing_hook(step, OSError(number, "told by the system")))
         with pytest.raises(expected, match="told by the system"):
@@ -54,7 +52,9 @@ def test_a_warm_that_cannot_save_has_evaluated_all_the_same_and_says_what_failed
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
-def test_a_read_error_of_the_moment_gives_failed_and_the_same_row_hits_later(registry, engine, saved, number, monkeypatch):
+def test_a_read_error_of_the_moment_gives_failed_and_the_same_row_hits_later(
+    registry, engine, saved, number, monkeypatch
+):
     def broken(*_args, **_kw):
         raise OSError(number, "told by the system")
 
@@ -105,7 +105,9 @@ def test_a_restore_whose_hit_cannot_be_recorded_is_a_hit(registry, engine, saved
     real = Database.write
 
     def after_lease(self):
-        monkeypatch.setattr(Database, "write", lambda self: (_ for _ in ()).throw(DatabaseUnavailable(url="", reason="lost")))
+        monkeypatch.setattr(
+            Database, "write", lambda self: (_ for _ in ()).throw(DatabaseUnavailable(url="", reason="lost"))
+        )
         return real(self)
 
     monkeypatch.setattr(Database, "write", after_lease)

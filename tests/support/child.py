@@ -21,16 +21,19 @@ def main() -> None:
         if step == die_at:
             os._exit(KILLED)
 
+    from support.sample_engine import SampleEngine
+
     from llama_ckpt.collector import Collector
     from llama_ckpt.registry import Registry
     from llama_ckpt.retention import Policy
-    from support.sample_engine import SampleEngine
 
     engine = SampleEngine()
     engine.evaluate(engine.ids)
     with Registry.open(order["database_url"], order["store"], hook=hook) as registry:
         collector = Collector(registry.parts)
-        if order.get("gate"):  # all children start their work at once: each holds the pipe's reading end until it is closed
+        if order.get(
+            "gate"
+        ):  # all children start their work at once: each holds the pipe's reading end until it is closed
             os.read(int(order["gate"]), 1)
         if order["verb"] == "save":
             results = [registry.save(engine, text) for text in order["texts"]]
