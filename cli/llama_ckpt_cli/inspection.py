@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llama_ckpt_cli.output import size, when
+from llama_ckpt_cli.output import count, size, when
 from llama_ckpt_cli.session import Session, command
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _report(session: Session, checked: list[tuple[str, list[Check]]]) -> None:
             for check in checks:
                 session.out.line(f"{name}: {check}" if len(checked) > 1 else str(check))
         if len(checked) != 1:
-            session.out.line(f"{len(checked) - len(failed)} of {len(checked)} checkpoints verified")
+            session.out.line(f"{len(checked) - len(failed)} of {count(len(checked), 'checkpoint')} verified")
 
     session.out.result(dict(checked), human, failed)
     if failed:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llama_ckpt_cli.output import size, span, when
+from llama_ckpt_cli.output import count, size, span, when
 from llama_ckpt_cli.session import Session, command, confirm
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def prune(
         verdicts = collector.plan_prune(policy)
         if dry_run or not verdicts:
             return _tell_prune(session, verdicts, "would be marked STALE")
-        confirm(session.out, f"mark {len(verdicts)} checkpoints STALE?", yes=yes)
+        confirm(session.out, f"mark {count(len(verdicts), 'checkpoint')} STALE?", yes=yes)
         return _tell_prune(session, collector.prune(verdicts), "marked STALE")
 
 
@@ -55,7 +55,7 @@ def _tell_prune(session: Session, verdicts: list[Verdict], done: str) -> None:
     def human() -> None:
         if rows:
             session.out.table(["id", "model", "size", "rule"], rows, right=["size"])
-        session.out.line(f"{len(verdicts)} checkpoints {done} ({total})")
+        session.out.line(f"{count(len(verdicts), 'checkpoint')} {done} ({total})")
 
     session.out.result(verdicts, human, [v.checkpoint.id for v in verdicts])
 
@@ -95,9 +95,8 @@ def _tell_plan(session: Session, plan: GcPlan) -> None:
     if plan.items:
         rows = [[i.kind.value, i.path, size(i.size_bytes), span(i.age_s), i.reason] for i in plan.items]
         session.out.table(["kind", "file", "size", "age", "reason"], rows, right=["size", "age"])
-    session.out.line(
-        f"{len(plan.items)} items, {size(plan.size_bytes)} to free; {plan.n_rows} rows and {plan.n_files} files seen"
-    )
+    seen = f"{count(plan.n_rows, 'row')} and {count(plan.n_files, 'file')} seen"
+    session.out.line(f"{count(len(plan.items), 'item')}, {size(plan.size_bytes)} to free; {seen}")
 
 
 def _tell_report(session: Session, report: GcReport) -> None:
@@ -124,8 +123,8 @@ def stats(session: Session) -> None:
             {
                 "database": database,
                 "store": f"{store} ({size(free)} free)",
-                "ACTIVE": f"{totals.n_active} checkpoints, {totals.n_tokens} tokens, {size(totals.active_bytes)}",
-                "STALE": f"{totals.n_stale} checkpoints, {size(totals.stale_bytes)} that gc can free",
+                "ACTIVE": f"{count(totals.n_active, 'checkpoint')}, {count(totals.n_tokens, 'token')}, {size(totals.active_bytes)}",
+                "STALE": f"{count(totals.n_stale, 'checkpoint')}, {size(totals.stale_bytes)} that gc can free",
                 "hits": totals.hit_count,
                 "evaluation spared": span(totals.spared_ms / 1000),
             }
@@ -145,7 +144,7 @@ def stats(session: Session) -> None:
             columns = ["model", "fingerprint", "checkpoints", "size", "per token", "hits"]
             session.out.table(columns, rows, right=columns[2:])
         for run in runs:
-            did = f"{run.n_items} items, {size(run.freed_bytes)} freed, {run.n_failed} failed"
+            did = f"{count(run.n_items, 'item')}, {size(run.freed_bytes)} freed, {run.n_failed} failed"
             session.out.line(f"run {run.run_no} {run.kind} {when(run.started_us)}: {did}")
 
     value = {"totals": totals, "runs": runs, "free_bytes": free, "store": store, "database": database}

@@ -68,7 +68,7 @@ class StoreUnavailable(LlamaCkptError):
     exit_code = 9
 
 
-class EngineMissing(LlamaCkptError):
+class EngineMissing(LlamaCkptError, ImportError):
     """this needs llama-cpp-python, which is not installed ({reason}). Install it with: pip install 'llama-ckpt[llama]'"""
 
     exit_code = 10

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,8 @@ class Store:
             StoreUnavailable: the marker cannot be written.
 
         """
+        if self.owner() is not None:
+            return
         with _told(self.root), contextlib.suppress(FileExistsError):
             data = json.dumps({"registry_id": registry_id, "made_by": "llama-ckpt"}).encode()
             temporary = self.root / f".{MARKER}.{os.getpid()}"
@@ -309,11 +312,21 @@ def map_file(path: Path) -> Iterator[memoryview]:
 
 
 def _map(fd: int, size: int) -> mmap.mmap:
-    if hasattr(mmap, "MAP_POPULATE"):
-        return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
-    return mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+    """Maps a file and reads it in ahead, so that a page that cannot be read is an error here and no SIGBUS later."""
+    if not hasattr(mmap, "PROT_READ"):  # Windows
+        return mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+    mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    if sys.platform == "linux":
+        try:
+            mapped.madvise(_MADV_POPULATE_READ)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # EINVAL: a kernel before 5.14, which reads page by page as we go
+                mapped.close()
+                raise OSError(errno.EIO, f"its pages cannot be read: {error.strerror}") from error
+    return mapped
 
 
+_MADV_POPULATE_READ = 22  # linux/mman.h
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # opening a FIFO must not hang
