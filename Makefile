@@ -21,7 +21,7 @@ $(VENV)/.installed: pyproject.toml tests/engine_runs.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo "installing; the first time llama.cpp is compiled, which takes some minutes"
-	$(BIN)/python -m pip install --quiet --editable '.[all]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[all]'
 	$(BIN)/python tests/engine_runs.py || $(BIN)/python -m pip install --force-reinstall --no-deps --no-cache-dir llama-cpp-python
 	$(BIN)/python tests/engine_runs.py
 	@touch $@

@@ -139,8 +139,10 @@ def ls(
         columns = ["id", "model", "tokens", "size", "saved", "used", "hits", "status", "label"]
         session.out.table(columns, [_row(c) for c in rows], right=["tokens", "size", "hits"])
 
-    session.out.result(rows, human, [c.id for c in rows])
-    if len(rows) == limit:
+    session.out.result(rows, human if rows else lambda: None, [c.id for c in rows])
+    if not rows:
+        session.out.note("no checkpoints" + ("" if all_rows else " that are ACTIVE; --all shows STALE ones too"))
+    elif len(rows) == limit:
         session.out.note(f"the newest {limit}; --limit shows more")
 
 

@@ -136,9 +136,10 @@ class Collector:
 
     def _require_evidence(self, entries: Sequence[Entry], rows: Sequence[Checkpoint]) -> None:
         registry_id, root = self._parts.registry_id, self._store.root
-        self._store.require_owner(registry_id)
-        evidence = None
-        if rows and self._store.owner() is None:
+        owner, evidence = self._store.owner(), None
+        if owner not in (None, registry_id):
+            evidence = f"the store {root} belongs to registry {owner}, this database is registry {registry_id}"
+        elif rows and owner is None:
             evidence = f"{len(rows)} rows name files, but {root} bears no marker of this registry: is it mounted?"
         elif not rows and len(entries) >= _FULL_FOLDER:
             evidence = f"the registry is empty, but {root} has {len(entries)} files: is this the right database?"

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_ckpt.errors import (
-    EvidenceRefused,
     FileMissing,
     LlamaCkptError,
     StoreFull,
@@ -111,16 +110,17 @@ class Store:
         return str(marker.get("registry_id")) if isinstance(marker, dict) else None
 
     def require_owner(self, registry_id: str) -> None:
-        """Holds the store to its marker.
+        """Holds the store to its marker; a store without one is anybody's.
 
         Raises:
-            EvidenceRefused: the marker names another registry.
+            StoreUnavailable: the marker names another registry.
 
         """
         owner = self.owner()
         if owner not in (None, registry_id):
-            evidence = f"the store {self.root} belongs to registry {owner}, this database is registry {registry_id}"
-            raise EvidenceRefused(evidence=evidence, registry_id=registry_id)
+            hint = f"name the right database or store (to give this store to this database, delete {MARKER} in it)"
+            reason = f"it belongs to registry {owner}, this database is registry {registry_id}: {hint}"
+            raise StoreUnavailable(path=self.root, reason=reason)
 
     def free_bytes(self) -> int:
         """Free bytes of the file system, as a user without privileges sees them."""

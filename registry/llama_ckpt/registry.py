@@ -69,9 +69,8 @@ class Registry:
 
         Raises:
             BadInput: the URL cannot be used.
-            DatabaseUnavailable, StoreUnavailable: they cannot be reached, read or written.
+            DatabaseUnavailable, StoreUnavailable: they cannot be reached, read or written; or the store is another registry's.
             SchemaTooNew: a newer llama-ckpt made the database.
-            EvidenceRefused: the store belongs to another registry.
 
         """
         root = Path(store) if store is not None else default_store()
@@ -187,9 +186,8 @@ class Registry:
         Raises:
             EngineStateMismatch: the engine holds another input's state.
             Unsupported: the model's memory is not a plain attention cache.
-            StoreFull, StoreUnavailable: the file cannot be written.
+            StoreFull, StoreUnavailable: the file cannot be written, or the store is another registry's by now.
             DatabaseUnavailable: the row cannot be written.
-            EvidenceRefused: the store was taken over by another registry.
             BadInput: the input, the label or the expiry cannot be used.
 
         """

@@ -9,7 +9,7 @@ from support import samples
 from support.sample_engine import NOTHING, SampleEngine
 
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
-from llama_ckpt.errors import BadInput, EngineStateMismatch, EvidenceRefused, NotFound
+from llama_ckpt.errors import BadInput, EngineStateMismatch, NotFound, StoreUnavailable
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
 
@@ -423,5 +423,5 @@ def test_no_text_of_an_input_reaches_database_log_or_metadata(tmp_path, engine, 
 def test_a_store_of_another_registry_is_refused(tmp_path, engine):
     with Registry.open(store=tmp_path / "a") as first:
         first.save(engine, "one")
-    with pytest.raises(EvidenceRefused, match="belongs to registry"):
+    with pytest.raises(StoreUnavailable, match="belongs to registry"):
         Registry.open(f"sqlite:///{tmp_path}/other.sqlite3", tmp_path / "a")
