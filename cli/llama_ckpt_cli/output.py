@@ -23,16 +23,18 @@ class Output:
     def result(self, value: Any, human: Callable[[], None], bare: Sequence[str] = ()) -> None:
         """Prints a result once: `value` as JSON, or what `human` prints, or the lines `bare` for --quiet."""
         if self.as_json:
-            sys.stdout.write(json.dumps(plain(value), ensure_ascii=False, indent=2) + "\n")
+            self.line(json.dumps(plain(value), ensure_ascii=False, indent=2))
         elif self.quiet:
-            sys.stdout.writelines(f"{line}\n" for line in bare)
+            for line in bare:
+                self.line(line)
         else:
             human()
         sys.stdout.flush()
 
     def line(self, text: str) -> None:
-        """One line of a human result."""
-        sys.stdout.write(text + "\n")
+        """One line on stdout; what its encoding cannot say (a file name that is no text) is spelt out."""
+        encoding = sys.stdout.encoding or "utf-8"
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
 
     def note(self, text: str) -> None:
         """Something worth knowing that is no result."""

@@ -37,7 +37,6 @@ def settings(flags: Mapping[str, str | None], environment: Mapping[str, str], fi
 
     Raises:
         BadInput: the file is no TOML, or has a key that is no setting or a value that is not text, number or flag.
-
     """
     from_file = _read(file)
     merged = {}
@@ -78,7 +77,6 @@ def seconds(text: str, what: str) -> float:
 
     Raises:
         BadInput: it is none.
-
     """
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None:
@@ -91,7 +89,6 @@ def flag(text: str, what: str) -> bool:
 
     Raises:
         BadInput: it is neither.
-
     """
     word = text.strip().lower()
     if word not in ("1", "true", "yes", "on", "0", "false", "no", "off"):

@@ -18,6 +18,7 @@ from llama_ckpt.fingerprint import weights_digest
 
 Progress = Callable[[int, int], None]
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 1 << 24
 
 
@@ -30,11 +31,10 @@ def shards_of(path: Path) -> list[Path]:
 
     Raises:
         BadInput: a shard is not there, or `path` is no file.
-
     """
     match = _SHARD.fullmatch(path.name)
     names = [path.name]
-    if match:
+    if match and 1 <= int(match["index"]) <= int(match["count"]):
         count = int(match["count"])
         names = [f"{match['stem']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)]
     files = [path.with_name(name) for name in names]
@@ -49,7 +49,6 @@ def weights_digest_of(path: Path, digests: FileDigests, progress: Progress = no_
 
     Raises:
         BadInput: a file is not there, cannot be read, or changed while it was hashed.
-
     """
     return weights_digest([digests.sha256(shard, progress) for shard in shards_of(path)])
 
@@ -65,13 +64,12 @@ class FileDigests:
 
         Raises:
             BadInput: the file cannot be read, or changed while it was hashed.
-
         """
         try:
             key, before = str(path.resolve()), _identity(path)
-            known = self._load().get(key)
-            if isinstance(known, dict) and known.get("identity") == before:
-                return bytes.fromhex(str(known["sha256"]))
+            known = _remembered(self._load().get(key), before)
+            if known is not None:
+                return known
             digest = _hash(path, progress)
             if _identity(path) != before:
                 raise BadInput(what="model file", value=str(path), reason="it changed while it was hashed")
@@ -83,7 +81,7 @@ class FileDigests:
     def _load(self) -> dict[str, object]:
         try:
             loaded = json.loads(self._memory.read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return loaded if isinstance(loaded, dict) else {}
 
@@ -96,6 +94,14 @@ class FileDigests:
         except OSError:  # no memory on this host: the next process hashes again
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def _remembered(entry: object, identity: list[int]) -> bytes | None:
+    """The digest of an entry that is for this very file and whole; None for any other."""
+    if not isinstance(entry, dict) or entry.get("identity") != identity:
+        return None
+    text = entry.get("sha256")
+    return bytes.fromhex(text) if isinstance(text, str) and _DIGEST.fullmatch(text) else None
 
 
 def _identity(path: Path) -> list[int]:

@@ -16,6 +16,7 @@ import re
 import shutil
 import stat
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,6 @@ class Store:
 
         Raises:
             StoreUnavailable: it cannot be made, or is no folder.
-
         """
         with _told(self.root):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -85,36 +85,38 @@ class Store:
 
         Raises:
             StoreUnavailable: the marker cannot be written.
-
         """
         if self.owner() is not None:
             return
         with _told(self.root), contextlib.suppress(FileExistsError):
             data = json.dumps({"registry_id": registry_id, "made_by": "llama-ckpt"}).encode()
-            temporary = self.root / f".{MARKER}.{os.getpid()}"
-            temporary.unlink(missing_ok=True)
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            temporary = self.root / f".{MARKER}.{uuid.uuid4().hex}"
             try:
-                _write_all(fd, memoryview(data))
-                os.fsync(fd)
+                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                try:
+                    _write_all(fd, memoryview(data))
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                _put_in_place(temporary, self.root / MARKER)
             finally:
-                os.close(fd)
-            _put_in_place(temporary, self.root / MARKER)
+                temporary.unlink(missing_ok=True)
+            _fsync_folder(self.root)
 
     def owner(self) -> str | None:
         """The id of the registry that the store is marked for; None when it bears no readable marker."""
         try:
             marker = json.loads((self.root / MARKER).read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
-        return str(marker.get("registry_id")) if isinstance(marker, dict) else None
+        named = marker.get("registry_id") if isinstance(marker, dict) else None
+        return named if isinstance(named, str) else None
 
     def require_owner(self, registry_id: str) -> None:
         """Holds the store to its marker; a store without one is anybody's.
 
         Raises:
             StoreUnavailable: the marker names another registry.
-
         """
         owner = self.owner()
         if owner not in (None, registry_id):
@@ -136,10 +138,9 @@ class Store:
         Raises:
             StoreFull: no room, by the free space before or by the system while writing.
             StoreUnavailable: any other failure of the file system.
-
         """
         size = len(head) + payload.nbytes
-        target = self.root / path_of(checkpoint_id)
+        target = self._locate(path_of(checkpoint_id))
         temporary = target.with_suffix(TEMPORARY_SUFFIX)
         free = self.free_bytes()
         if free < size:
@@ -178,11 +179,11 @@ class Store:
 
     def _make_shards(self, folder: Path) -> None:
         for shard in (folder.parent, folder):
+            _require_plain_folder(shard)
             if not shard.is_dir():
                 with contextlib.suppress(FileExistsError):
                     shard.mkdir(mode=0o700)
                 _fsync_folder(shard.parent)
-        self._require_plain_folders(folder)
 
     @contextlib.contextmanager
     def map(self, relative: str) -> Iterator[memoryview]:
@@ -192,7 +193,6 @@ class Store:
             FileMissing: there is no such file.
             UnsafePath: the path is not one of ours, or leads over a symlink.
             StoreUnavailable: the system cannot read it now (EIO, EACCES, ESTALE): nothing is known of the file.
-
         """
         with map_file(self._locate(relative)) as view:
             yield view
@@ -203,7 +203,6 @@ class Store:
         Raises:
             UnsafePath: the path is not one of ours, or leads over a symlink.
             StoreUnavailable: the system cannot say.
-
         """
         path = self._locate(relative)
         with _told(path):
@@ -219,7 +218,6 @@ class Store:
         Raises:
             UnsafePath: the path is not one of ours, or leads over a symlink, or names no regular file.
             StoreUnavailable: the system refuses.
-
         """
         path = self._locate(relative)
         with _told(path):
@@ -237,7 +235,6 @@ class Store:
 
         Raises:
             StoreUnavailable: a folder cannot be listed. A partial list is never taken for a whole one.
-
         """
         with _told(self.root):
             for a in self._folders(self.root):
@@ -270,14 +267,16 @@ class Store:
         if not _PATH.fullmatch(relative):
             raise UnsafePath(path=relative, reason="not a path that this store gives")
         path = self.root / relative
-        self._require_plain_folders(path.parent)
+        _require_plain_folder(path.parent.parent)
+        _require_plain_folder(path.parent)
         return path
 
-    def _require_plain_folders(self, folder: Path) -> None:
-        for part in (folder.parent, folder):
-            with _told(part), contextlib.suppress(FileNotFoundError):
-                if not stat.S_ISDIR(part.lstat().st_mode):
-                    raise UnsafePath(path=part, reason="it is a symlink or no folder")
+
+def _require_plain_folder(folder: Path) -> None:
+    """Nothing there yet is fine; a symlink, even to a folder, is not."""
+    with _told(folder), contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            raise UnsafePath(path=folder, reason="it is a symlink or no folder")
 
 
 @contextlib.contextmanager
@@ -288,7 +287,6 @@ def map_file(path: Path) -> Iterator[memoryview]:
         FileMissing: there is no such file.
         UnsafePath: it is a symlink or no regular file.
         StoreUnavailable: the system cannot read it.
-
     """
     with _told(path):
         try:
@@ -348,8 +346,6 @@ def _put_in_place(temporary: Path, target: Path) -> None:
     except OSError:
         if not target.exists():
             os.rename(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _fsync_folder(folder: Path) -> None:

@@ -26,7 +26,6 @@ class Database:
     Raises:
         BadInput: the URL cannot be read, or names a database that llama-ckpt does not speak.
         DatabaseUnavailable: its driver is not installed.
-
     """
 
     def __init__(self, url: str) -> None:
@@ -50,7 +49,6 @@ class Database:
 
         Raises:
             DatabaseUnavailable: the database cannot be reached or read.
-
         """
         with self._told(), self._engine.connect() as db:
             yield db
@@ -64,7 +62,6 @@ class Database:
         Raises:
             Conflict: a unique key is taken.
             DatabaseUnavailable: the database cannot be reached or written; nothing of the block was kept.
-
         """
         with self._told(), self._writer.begin() as db:
             yield db
@@ -76,7 +73,6 @@ class Database:
 
         Raises:
             DatabaseUnavailable: the database cannot be reached or written.
-
         """
         engine = _engine(self.url, foreign_keys=False, poolclass=sa.NullPool)
         try:

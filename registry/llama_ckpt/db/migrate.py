@@ -20,7 +20,6 @@ def current(database: Database) -> str | None:
 
     Raises:
         DatabaseUnavailable: the database cannot be reached.
-
     """
     with database.read() as db:
         if not sa.inspect(db).has_table(VERSION_TABLE):
@@ -35,7 +34,6 @@ def require_known(database: Database) -> str | None:
     Raises:
         SchemaTooNew: a newer llama-ckpt made it.
         DatabaseUnavailable: the database cannot be reached.
-
     """
     found = current(database)
     if found is not None and found not in REVISIONS:
@@ -50,7 +48,6 @@ def upgrade(database: Database) -> str | None:
     Raises:
         SchemaTooNew: a newer llama-ckpt made it; nothing is changed.
         DatabaseUnavailable: the database cannot be reached or written.
-
     """
     found = require_known(database)
     if found == HEAD:

@@ -52,7 +52,6 @@ def put_model(db: sa.Connection, model: RegisteredModel) -> None:
 
     Raises:
         sqlalchemy IntegrityError: another process added it at this moment.
-
     """
     digest = model.fingerprint.digest
     if db.scalar(sa.select(llama_model.c.n_layer).where(llama_model.c.fingerprint == digest)) is not None:
@@ -130,7 +129,6 @@ def insert_checkpoint(db: sa.Connection, new: NewCheckpoint) -> Checkpoint:
 
     Raises:
         sqlalchemy IntegrityError: there is one for this fingerprint and input.
-
     """
     expires = None if new.expires_in_s is None else now_us() + int(new.expires_in_s * 1_000_000)
     db.execute(
