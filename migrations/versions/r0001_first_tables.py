@@ -34,7 +34,7 @@ def upgrade() -> None:
     _create_runs()
     _create_registry()
     name = f"llama_checkpoint_v_{revision}.sql"
-    view = files("llama_ckpt.sql") / op.get_bind().dialect.name / name
+    view = files("llama_ckpt.sql") / op.get_context().dialect.name / name
     op.execute(sa.DDL(view.read_text(encoding="utf-8")))
 
 

@@ -338,6 +338,8 @@ class Registry:
         if row.pinned:
             raise BadInput(what="checkpoint", value=row.id, reason="it is pinned; unpin it first")
         with self.database.write() as db:
+            if queries.has_active_child(db, row):
+                raise BadInput(what="checkpoint", value=row.id, reason="a delta needs it; remove that first")
             queries.mark_stale(db, row, StaleReason.REMOVED)
         return self.get(row.id)
 

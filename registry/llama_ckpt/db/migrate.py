@@ -11,7 +11,7 @@ from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import VERSION_TABLE, registry_info
 from llama_ckpt.errors import SchemaTooNew
 
-REVISIONS = ("0001",)
+REVISIONS = ("0001", "0002")
 HEAD = REVISIONS[-1]
 
 

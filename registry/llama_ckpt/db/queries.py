@@ -11,14 +11,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from llama_ckpt.db.tables import gc_run, gc_run_item, llama_model, registry_info, registry_lease
+from llama_ckpt.db.tables import checkpoint_prefix, llama_model, registry_info
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.types import now_us
 from llama_ckpt.fingerprint import active_key, fingerprint
 from llama_ckpt.values import (
     Checkpoint,
-    GcItem,
-    GcRun,
     MemoryKind,
     ModelDimensions,
     ModelStats,
@@ -154,9 +152,18 @@ def insert_checkpoint(db: sa.Connection, new: NewCheckpoint) -> Checkpoint:
             expires_us=expires,
             pinned=0,
             label=new.label,
+            start_token=new.start_token,
+            parent_no=new.parent_no,
         )
     )
     return _checkpoint(db.execute(sa.select(*_COLUMNS).where(meta.c.id == new.id)).one())
+
+
+def _touch_active(db: sa.Connection, ckpt_no: int) -> bool:
+    """Locks an ACTIVE row by changing its time of last use, always by at least 1; False when it is STALE."""
+    later = sa.case((meta.c.last_used_us < now_us(), now_us()), else_=meta.c.last_used_us + 1)
+    active = [meta.c.ckpt_no == ckpt_no, meta.c.status == ACTIVE]
+    return db.execute(sa.update(meta).where(*active).values(last_used_us=later)).rowcount == 1
 
 
 def get(db: sa.Connection, checkpoint_id: str) -> Checkpoint | None:
@@ -238,23 +245,63 @@ def record_hit(db: sa.Connection, row: Checkpoint) -> None:
 
 
 def mark_stale(db: sa.Connection, row: Checkpoint, reason: StaleReason) -> bool:
-    """Makes an ACTIVE row STALE; False when it is STALE already."""
-    return _mark(db, [meta.c.ckpt_no == row.ckpt_no], reason) == 1
+    """Makes an ACTIVE row STALE, and with it every delta that needs it; False when it is STALE already."""
+    if not _mark(db, [meta.c.ckpt_no == row.ckpt_no], reason):
+        return False
+    _mark_descendants(db, [row.ckpt_no], reason)
+    return True
 
 
 def mark_stale_untouched(db: sa.Connection, row: Checkpoint, reason: StaleReason) -> bool:
-    """Makes a row STALE only if nothing happened to it since it was read: no use, no pin, no lease."""
-    return _mark(db, _untouched(row), reason) == 1
+    """Makes a row STALE only if nothing happened to it since it was read: no use, no pin, no lease, no delta that needs it."""
+    if not _mark(db, [*_untouched(row), _childless(row)], reason):
+        return False
+    _unlink(db, [row.ckpt_no])
+    return True
 
 
 def mark_model_stale(db: sa.Connection, digest: bytes, reason: StaleReason) -> int:
-    """Makes all ACTIVE rows of a fingerprint STALE."""
-    return _mark(db, [meta.c.fingerprint == digest], reason)
+    """Makes all ACTIVE rows of a fingerprint STALE. Deltas and their parents are of one fingerprint."""
+    marked = _mark(db, [meta.c.fingerprint == digest], reason)
+    stale = sa.select(meta.c.ckpt_no).where(meta.c.fingerprint == digest, meta.c.status == STALE)
+    db.execute(sa.delete(checkpoint_prefix).where(checkpoint_prefix.c.ckpt_no.in_(stale)))
+    return marked
+
+
+def has_active_child(db: sa.Connection, row: Checkpoint) -> bool:
+    """Whether an ACTIVE delta needs this row."""
+    return db.execute(sa.select(meta.c.ckpt_no).where(~_childless(row)).limit(1)).first() is not None
+
+
+def _childless(row: Checkpoint) -> sa.ColumnElement[bool]:
+    child = meta.alias("child")
+    return ~sa.exists(sa.select(child.c.ckpt_no).where(child.c.parent_no == row.ckpt_no, child.c.status == ACTIVE))
+
+
+def _mark_descendants(db: sa.Connection, parents: Sequence[int], reason: StaleReason) -> None:
+    """Level by level: each statement sees what was committed before it, so a child added meanwhile is taken too."""
+    while parents:
+        _unlink(db, parents)
+        children: list[int] = []
+        for i in range(0, len(parents), _BATCH):
+            needing = [meta.c.parent_no.in_(parents[i : i + _BATCH]), meta.c.status == ACTIVE]
+            children += db.scalars(sa.select(meta.c.ckpt_no).where(*needing).order_by(meta.c.ckpt_no))
+        for i in range(0, len(children), _BATCH):
+            _mark(db, [meta.c.ckpt_no.in_(children[i : i + _BATCH])], reason)
+        parents = children
 
 
 def _mark(db: sa.Connection, which: Sequence[sa.ColumnElement[bool]], reason: StaleReason) -> int:
     values = {"status": STALE, "active_key": None, "stale_reason": reason.value, "stale_us": now_us()}
     return db.execute(sa.update(meta).where(meta.c.status == ACTIVE, *which).values(**values)).rowcount
+
+
+def _unlink(db: sa.Connection, ckpt_nos: Sequence[int]) -> None:
+    """Takes the prefix links of rows that went STALE; in the transaction of the mark, so that a link always leads to an
+    ACTIVE row.
+    """
+    for i in range(0, len(ckpt_nos), _BATCH):
+        db.execute(sa.delete(checkpoint_prefix).where(checkpoint_prefix.c.ckpt_no.in_(ckpt_nos[i : i + _BATCH])))
 
 
 def delete_untouched(db: sa.Connection, row: Checkpoint) -> bool:
@@ -324,85 +371,6 @@ def stats(db: sa.Connection) -> Stats:
             for r in active
         ),
     )
-
-
-# -- the collector's own ---------------------------------------------------------------------------------------------
-
-
-def take_lease(db: sa.Connection, name: str, holder: str, seconds: float) -> int | None:
-    """Takes or renews a named lease and gives its fence, a number that grows with every change of hands; None: held."""
-    mine = sa.or_(
-        registry_lease.c.holder == holder,
-        registry_lease.c.holder.is_(None),
-        registry_lease.c.expires_us < now_us(),
-    )
-    changed = db.execute(
-        sa.update(registry_lease)
-        .where(registry_lease.c.name == name, mine)
-        .values(holder=holder, fence=registry_lease.c.fence + 1, expires_us=now_us() + int(seconds * 1_000_000))
-    )
-    if changed.rowcount != 1:
-        return None
-    return int(db.execute(sa.select(registry_lease.c.fence).where(registry_lease.c.name == name)).scalar_one())
-
-
-def renew_lease(db: sa.Connection, name: str, fence: int, seconds: float) -> bool:
-    """Puts off the expiry of a lease that is still ours; False when someone took it."""
-    held = [registry_lease.c.name == name, registry_lease.c.fence == fence]
-    until = now_us() + int(seconds * 1_000_000)
-    return db.execute(sa.update(registry_lease).where(*held).values(expires_us=until)).rowcount == 1
-
-
-def drop_lease(db: sa.Connection, name: str, fence: int) -> None:
-    """Gives a lease back, if it is still ours."""
-    held = [registry_lease.c.name == name, registry_lease.c.fence == fence]
-    db.execute(sa.update(registry_lease).where(*held).values(holder=None, expires_us=0))
-
-
-def lease_holder(db: sa.Connection, name: str) -> tuple[str, int]:
-    """Who holds a lease, and for how many seconds yet."""
-    left = (registry_lease.c.expires_us - now_us()).label("left")
-    row = db.execute(sa.select(registry_lease.c.holder, left).where(registry_lease.c.name == name)).one()
-    return str(row.holder), max(0, int(row.left) // 1_000_000 + 1)
-
-
-def start_run(db: sa.Connection, kind: str, host: str) -> int:
-    """Opens a run's record and gives its number."""
-    made = db.execute(
-        sa.insert(gc_run).values(kind=kind, host=host, started_us=now_us(), n_items=0, n_failed=0, freed_bytes=0)
-    )
-    assert made.inserted_primary_key is not None  # noqa: S101 - narrows the type
-    return int(made.inserted_primary_key[0])
-
-
-def add_run_items(db: sa.Connection, run_no: int, first: int, done: Sequence[tuple[GcItem, str]]) -> None:
-    """Records what was done with each item."""
-    rows = [
-        {
-            "run_no": run_no,
-            "item_no": first + i,
-            "kind": item.kind.value,
-            "file_path": item.path[:400],
-            "reason": item.reason[:400],
-            "result": result[:400],
-            "size_bytes": item.size_bytes,
-        }
-        for i, (item, result) in enumerate(done)
-    ]
-    if rows:
-        db.execute(sa.insert(gc_run_item), rows)
-
-
-def end_run(db: sa.Connection, run_no: int, *, n_items: int, n_failed: int, freed_bytes: int) -> None:
-    """Closes a run's record."""
-    values = {"ended_us": now_us(), "n_items": n_items, "n_failed": n_failed, "freed_bytes": freed_bytes}
-    db.execute(sa.update(gc_run).where(gc_run.c.run_no == run_no).values(**values))
-
-
-def runs(db: sa.Connection, at_most: int) -> list[GcRun]:
-    """The last runs, newest first."""
-    rows = db.execute(sa.select(gc_run).order_by(gc_run.c.run_no.desc()).limit(at_most))
-    return [GcRun(**dict(row._mapping)) for row in rows]
 
 
 def count_rows(db: sa.Connection) -> int:
