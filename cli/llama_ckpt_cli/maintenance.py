@@ -123,7 +123,7 @@ def stats(session: Session) -> None:
             {
                 "database": database,
                 "store": f"{store} ({size(free)} free)",
-                "ACTIVE": f"{count(totals.n_active, 'checkpoint')}, {count(totals.n_tokens, 'token')}, {size(totals.active_bytes)}",
+                "ACTIVE": f"{count(totals.n_active, 'checkpoint')}, {totals.n_tokens} tokens, {size(totals.active_bytes)}",
                 "STALE": f"{count(totals.n_stale, 'checkpoint')}, {size(totals.stale_bytes)} that gc can free",
                 "hits": totals.hit_count,
                 "evaluation spared": span(totals.spared_ms / 1000),

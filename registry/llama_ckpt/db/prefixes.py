@@ -1,7 +1,7 @@
 """`checkpoint_prefix`: which checkpoint's file begins with which blocks of token ids. Nothing here commits.
 
-A checkpoint links every block that its own file covers, in the transaction of its row, and the links leave with the STALE mark. So links
-are monotone (a link at block k of a chain implies one at every block before it), which is what bisection needs.
+A checkpoint links every block that its own file covers, in the transaction of its row, and the links leave with the STALE
+mark. So links are monotone (a link at block k of a chain implies one at every block before it), which bisection needs.
 """
 
 from __future__ import annotations

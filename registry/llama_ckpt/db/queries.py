@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from llama_ckpt.db.tables import checkpoint_prefix, llama_model, registry_info
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.types import now_us
+from llama_ckpt.errors import Conflict
 from llama_ckpt.fingerprint import active_key, fingerprint
 from llama_ckpt.values import (
     Checkpoint,
@@ -101,11 +102,9 @@ def find_active(db: sa.Connection, digest: bytes, of_input: bytes) -> Checkpoint
     return None if row is None else _checkpoint(row)
 
 
-def find_by_input(db: sa.Connection, of_input: bytes, digests: Sequence[bytes] | None = None) -> list[Checkpoint]:
-    """The ACTIVE, unexpired rows of this input under any fingerprint, or these; last used first, at most 500."""
+def find_by_input(db: sa.Connection, of_input: bytes) -> list[Checkpoint]:
+    """The ACTIVE, unexpired rows of this input under any fingerprint; last used first, at most 500."""
     query = sa.select(*_COLUMNS).where(meta.c.input_hash == of_input, meta.c.status == ACTIVE, _unexpired())
-    if digests is not None:
-        query = query.where(meta.c.fingerprint.in_(digests[:_BATCH]))
     rows = db.execute(query.order_by(meta.c.last_used_us.desc(), meta.c.ckpt_no.desc()).limit(_BATCH))
     return [_checkpoint(row) for row in rows]
 
@@ -116,20 +115,23 @@ def _unexpired() -> sa.ColumnElement[bool]:
 
 def expire_due(db: sa.Connection, digest: bytes, of_input: bytes) -> None:
     """Makes the ACTIVE row of this fingerprint and input STALE if its time is over, so that its key is free."""
-    _mark(
-        db,
-        [meta.c.active_key == active_key(digest, of_input), meta.c.expires_us <= now_us()],
-        StaleReason.EXPIRED,
-    )
+    due = [meta.c.active_key == active_key(digest, of_input), meta.c.expires_us <= now_us()]
+    row = db.execute(sa.select(*_COLUMNS).where(*due)).one_or_none()
+    if row is not None:
+        mark_stale(db, _checkpoint(row), StaleReason.EXPIRED)
 
 
 def insert_checkpoint(db: sa.Connection, new: NewCheckpoint) -> Checkpoint:
-    """Adds an ACTIVE row and gives it back, with its number and times.
+    """Adds an ACTIVE row and gives it back, with its number and times. A delta's parent is touched by it, so that whoever
+    is about to mark the parent sees that it is needed.
 
     Raises:
         sqlalchemy IntegrityError: there is one for this fingerprint and input.
+        Conflict: the parent is not ACTIVE any more.
 
     """
+    if new.parent_no is not None and not _touch_active(db, new.parent_no):
+        raise Conflict(what=f"the parent of checkpoint {new.id} went STALE")
     expires = None if new.expires_in_s is None else now_us() + int(new.expires_in_s * 1_000_000)
     db.execute(
         sa.insert(meta).values(
