@@ -64,7 +64,6 @@ def smollm2() -> Path:
 
     Raises:
         BadInput: the package is not installed.
-
     """
     import importlib.metadata
 

@@ -28,7 +28,6 @@ def input_bytes(text: str | None, text_file: str | None) -> bytes:
 
     Raises:
         BadInput: neither or both are given, or the file cannot be read.
-
     """
     from llama_ckpt.errors import BadInput
 
@@ -49,7 +48,6 @@ def input_text(text: str | None, text_file: str | None) -> str:
 
     Raises:
         BadInput: as `input_bytes`, or the bytes are no UTF-8.
-
     """
     from llama_ckpt.errors import BadInput
 
@@ -65,7 +63,6 @@ def input_sha256(text: str | None, text_file: str | None, hash_hex: str | None) 
 
     Raises:
         BadInput: as `input_bytes`; an empty input; a hash that is no SHA-256 in hex.
-
     """
     import hashlib
 
@@ -89,7 +86,6 @@ def weights_of(model: str, out: Output) -> bytes | None:
 
     Raises:
         BadInput: it looks like a file that is not there.
-
     """
     from llama_ckpt.errors import BadInput
 
@@ -116,7 +112,6 @@ def load_engine(
     Raises:
         EngineMissing: llama-cpp-python is not installed.
         BadInput: the model cannot be loaded, or there is no such KV type.
-
     """
     from llama_ckpt.engine.llamacpp import LlamaCppEngine
     from llama_ckpt.errors import BadInput

@@ -149,7 +149,6 @@ def confirm(out: Output, question: str, *, yes: bool) -> None:
     Raises:
         BadInput: nobody can be asked.
         typer.Exit: the answer is no.
-
     """
     from llama_ckpt.errors import BadInput
 

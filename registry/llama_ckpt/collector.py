@@ -61,7 +61,6 @@ class Collector:
 
         Raises:
             DatabaseUnavailable: the database cannot be read.
-
         """
         with self._database.read() as db:
             now_us = queries.clock_us(db)
@@ -74,7 +73,6 @@ class Collector:
         Raises:
             Busy: another run is under way.
             DatabaseUnavailable: the database failed; what was committed stays marked.
-
         """
         marked: list[Verdict] = []
         with self._only_run() as fence:
@@ -113,7 +111,6 @@ class Collector:
                 not there (not mounted).
             StoreUnavailable: the store cannot be walked in full.
             DatabaseUnavailable: the database cannot be read.
-
         """
         entries = list(self._store.walk())
         self._parts.hook("walked")
@@ -166,7 +163,6 @@ class Collector:
         Raises:
             Busy: another run is under way, or took over.
             DatabaseUnavailable: the database failed; files of rows that were deleted are collected by the next run.
-
         """
         done: list[tuple[GcItem, str]] = []
         freed = n_failed = 0

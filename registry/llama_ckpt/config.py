@@ -37,7 +37,6 @@ def settings(flags: Mapping[str, str | None], environment: Mapping[str, str], fi
 
     Raises:
         BadInput: the file is no TOML, or has a key that is no setting or a value that is not text, number or flag.
-
     """
     from_file = _read(file)
     merged = {}
@@ -79,7 +78,6 @@ def database_password(environment: Mapping[str, str]) -> str | None:
 
     Raises:
         BadInput: the file cannot be read.
-
     """
     given = environment.get(f"{ENVIRONMENT_PREFIX}DATABASE_PASSWORD")
     named = environment.get(f"{ENVIRONMENT_PREFIX}DATABASE_PASSWORD_FILE")
@@ -96,7 +94,6 @@ def seconds(text: str, what: str) -> float:
 
     Raises:
         BadInput: it is none.
-
     """
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None:
@@ -109,7 +106,6 @@ def flag(text: str, what: str) -> bool:
 
     Raises:
         BadInput: it is neither.
-
     """
     word = text.strip().lower()
     if word not in ("1", "true", "yes", "on", "0", "false", "no", "off"):

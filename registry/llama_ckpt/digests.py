@@ -30,7 +30,6 @@ def shards_of(path: Path) -> list[Path]:
 
     Raises:
         BadInput: a shard is not there, or `path` is no file.
-
     """
     match = _SHARD.fullmatch(path.name)
     names = [path.name]
@@ -49,7 +48,6 @@ def weights_digest_of(path: Path, digests: FileDigests, progress: Progress = no_
 
     Raises:
         BadInput: a file is not there, cannot be read, or changed while it was hashed.
-
     """
     return weights_digest([digests.sha256(shard, progress) for shard in shards_of(path)])
 
@@ -65,7 +63,6 @@ class FileDigests:
 
         Raises:
             BadInput: the file cannot be read, or changed while it was hashed.
-
         """
         try:
             key, before = str(path.resolve()), _identity(path)

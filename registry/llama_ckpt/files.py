@@ -75,7 +75,6 @@ class Store:
 
         Raises:
             StoreUnavailable: it cannot be made, or is no folder.
-
         """
         with _told(self.root):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -85,7 +84,6 @@ class Store:
 
         Raises:
             StoreUnavailable: the marker cannot be written.
-
         """
         if self.owner() is not None:
             return
@@ -114,7 +112,6 @@ class Store:
 
         Raises:
             StoreUnavailable: the marker names another registry.
-
         """
         owner = self.owner()
         if owner not in (None, registry_id):
@@ -136,7 +133,6 @@ class Store:
         Raises:
             StoreFull: no room, by the free space before or by the system while writing.
             StoreUnavailable: any other failure of the file system.
-
         """
         size = len(head) + payload.nbytes
         target = self.root / path_of(checkpoint_id)
@@ -192,7 +188,6 @@ class Store:
             FileMissing: there is no such file.
             UnsafePath: the path is not one of ours, or leads over a symlink.
             StoreUnavailable: the system cannot read it now (EIO, EACCES, ESTALE): nothing is known of the file.
-
         """
         with map_file(self._locate(relative)) as view:
             yield view
@@ -203,7 +198,6 @@ class Store:
         Raises:
             UnsafePath: the path is not one of ours, or leads over a symlink.
             StoreUnavailable: the system cannot say.
-
         """
         path = self._locate(relative)
         with _told(path):
@@ -219,7 +213,6 @@ class Store:
         Raises:
             UnsafePath: the path is not one of ours, or leads over a symlink, or names no regular file.
             StoreUnavailable: the system refuses.
-
         """
         path = self._locate(relative)
         with _told(path):
@@ -237,7 +230,6 @@ class Store:
 
         Raises:
             StoreUnavailable: a folder cannot be listed. A partial list is never taken for a whole one.
-
         """
         with _told(self.root):
             for a in self._folders(self.root):
@@ -288,7 +280,6 @@ def map_file(path: Path) -> Iterator[memoryview]:
         FileMissing: there is no such file.
         UnsafePath: it is a symlink or no regular file.
         StoreUnavailable: the system cannot read it.
-
     """
     with _told(path):
         try:

@@ -31,7 +31,6 @@ def fingerprint(fields: Mapping[str, FieldValue]) -> Fingerprint:
 
     Raises:
         BadInput: `fields` has no "weights", or a value that JSON cannot say (NaN, bytes).
-
     """
     named: dict[str, FieldValue] = {"schema": SCHEMA, **fields}
     if "weights" not in named:
@@ -44,7 +43,6 @@ def canonical_json(fields: Mapping[str, FieldValue]) -> bytes:
 
     Raises:
         BadInput: a value that JSON cannot say (NaN, bytes).
-
     """
     try:
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -88,7 +86,6 @@ def input_hash(given: Input) -> bytes:
 
     Raises:
         BadInput: an empty input, a text that UTF-8 cannot hold, or an id outside int32.
-
     """
     if isinstance(given, str):
         try:
@@ -110,7 +107,6 @@ def as_token_ids(given: Sequence[int] | NDArray[np.integer]) -> TokenIds:
 
     Raises:
         BadInput: no ids, not whole numbers, or an id outside 0 .. 2**31-1.
-
     """
     if isinstance(given, bytes | bytearray | memoryview):
         raise BadInput(what="input", value=bytes(given[:16]), reason="give a str or token ids; decode bytes first")

@@ -31,7 +31,6 @@ class Parts:
 
         Raises:
             DatabaseUnavailable: the row cannot be written.
-
         """
         with self.database.write() as db:
             marked = queries.mark_stale(db, row, reason)

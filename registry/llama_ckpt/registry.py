@@ -75,7 +75,6 @@ class Registry:
             BadInput: the URL cannot be used.
             DatabaseUnavailable, StoreUnavailable: they cannot be reached, read or written; or the store is another registry's.
             SchemaTooNew, SchemaTooOld: another version of llama-ckpt made the database.
-
         """
         root = Path(store) if store is not None else default_store()
         files = Store(root, drop_page_cache=drop_page_cache, hook=hook)
@@ -122,7 +121,6 @@ class Registry:
 
         Raises:
             BadInput: the input is empty or no input.
-
         """
         return self.match_hash(input_hash(given), fingerprint=fingerprint, model=model, weights=weights)
 
@@ -138,7 +136,6 @@ class Registry:
 
         Raises:
             BadInput: not 32 bytes.
-
         """
         if len(of_input) != 32:
             raise BadInput(what="input hash", value=of_input.hex(), reason="a SHA-256 has 32 bytes (64 hex digits)")
@@ -193,7 +190,6 @@ class Registry:
             StoreFull, StoreUnavailable: the file cannot be written, or the store is another registry's by now.
             DatabaseUnavailable: the row cannot be written.
             BadInput: the input, the label or the expiry cannot be used.
-
         """
         return saving.save(
             self.parts,
@@ -212,7 +208,6 @@ class Registry:
 
         Raises:
             BadInput: the input is empty or no input.
-
         """
         return restoring.restore(self.parts, engine, given, self.match)
 
@@ -233,7 +228,6 @@ class Registry:
         Raises:
             BadInput: the input cannot be used, or is longer than the context.
             EngineFailed: the engine cannot evaluate it.
-
         """
         started = time.perf_counter()
         options = SaveOptions(label=label, expires_in_s=expires_in_s)
@@ -267,7 +261,6 @@ class Registry:
         Raises:
             NotFound: there is none.
             BadInput: no id, or several begin like this.
-
         """
         wanted = checkpoint_id.lower()
         if not _ID_PREFIX.fullmatch(wanted):
@@ -311,7 +304,6 @@ class Registry:
 
         Raises:
             NotFound, BadInput: as `get`.
-
         """
         return self._set_pinned(checkpoint_id, True)
 
@@ -320,7 +312,6 @@ class Registry:
 
         Raises:
             NotFound, BadInput: as `get`.
-
         """
         return self._set_pinned(checkpoint_id, False)
 
@@ -335,7 +326,6 @@ class Registry:
 
         Raises:
             NotFound, BadInput: as `get`; or it is pinned.
-
         """
         row = self.get(checkpoint_id)
         if row.pinned:
@@ -352,7 +342,6 @@ class Registry:
 
         Raises:
             NotFound, BadInput: as `get`.
-
         """
         row = self.get(checkpoint_id)
         self.parts.make_stale(row, StaleReason.CORRUPT, "it was reported bad")

@@ -48,7 +48,6 @@ class SaveOptions:
 
     Raises:
         BadInput: a label of no or over 200 characters, or an expiry that is not in the future.
-
     """
 
     label: str | None = None

@@ -29,7 +29,6 @@ class Verifier:
         Raises:
             StoreUnavailable: the file cannot be read now; nothing is known of it.
             DatabaseUnavailable: the database cannot be read.
-
         """
         try:
             with self._store.map(row.file_path) as view:
@@ -42,7 +41,6 @@ class Verifier:
 
         Raises:
             StoreUnavailable, DatabaseUnavailable: as `checkpoint`.
-
         """
         with self._database.read() as db:
             rows = list(queries.scan(db, Status.ACTIVE))
@@ -55,7 +53,6 @@ class Verifier:
 
         Raises:
             StoreUnavailable, DatabaseUnavailable: as `checkpoint`, or the store cannot be walked.
-
         """
         found = [finding for row, checks in self.everything() for finding in _of_row(row, checks)]
         return found + list(self.ghosts())
@@ -65,7 +62,6 @@ class Verifier:
 
         Raises:
             StoreUnavailable, DatabaseUnavailable: the store cannot be walked, the database not read.
-
         """
         entries = list(self._store.walk())
         for i in range(0, len(entries), _BATCH):
@@ -90,7 +86,6 @@ def file_checks(path: Path, database: Database | None) -> list[Check]:
     Raises:
         FileMissing, UnsafePath, StoreUnavailable: the file cannot be read.
         DatabaseUnavailable: the database cannot be read.
-
     """
     with map_file(path) as view:
         return _checks(view, str(path), None, database)

@@ -50,7 +50,6 @@ class Database:
     Raises:
         BadInput: the URL cannot be read, or names a database that llama-ckpt does not speak.
         DatabaseUnavailable: its driver is not installed, or it is SQLite on a network file system.
-
     """
 
     def __init__(self, url: str, password: str | None = None) -> None:
@@ -76,7 +75,6 @@ class Database:
 
         Raises:
             DatabaseUnavailable: the database cannot be reached or read.
-
         """
         with self._told(), self._engine.connect() as db:
             yield db
@@ -86,7 +84,6 @@ class Database:
 
         Raises:
             DatabaseUnavailable: the database cannot be reached or read.
-
         """
         try:
             with self.read() as db:
@@ -106,7 +103,6 @@ class Database:
         Raises:
             Conflict: a unique key is taken.
             DatabaseUnavailable: the database cannot be reached or written; nothing of the block was kept.
-
         """
         with self._told(), self._writer.begin() as db:
             yield db
@@ -118,7 +114,6 @@ class Database:
 
         Raises:
             DatabaseUnavailable: the database cannot be reached or written.
-
         """
         engine = _engine(self.url, foreign_keys=False, poolclass=sa.NullPool)
         try:

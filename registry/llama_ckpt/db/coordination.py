@@ -95,7 +95,6 @@ def take_claim(db: sa.Connection, key: bytes, holder: str, reserved_bytes: int, 
 
     Raises:
         sqlalchemy IntegrityError: another claimed it at this moment.
-
     """
     until = now_us() + int(seconds * 1_000_000)
     values = {"holder": holder, "reserved_bytes": reserved_bytes, "expires_us": until}

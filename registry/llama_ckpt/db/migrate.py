@@ -24,7 +24,6 @@ def current(database: Database) -> str | None:
 
     Raises:
         DatabaseUnavailable: the database cannot be reached.
-
     """
     with database.read() as db:
         if not sa.inspect(db).has_table(VERSION_TABLE):
@@ -39,7 +38,6 @@ def require_known(database: Database) -> str | None:
     Raises:
         SchemaTooNew: a newer llama-ckpt made it.
         DatabaseUnavailable: the database cannot be reached.
-
     """
     found = current(database)
     if found is not None and found not in REVISIONS:
@@ -53,7 +51,6 @@ def prepare(database: Database, *, upgrade_older: bool) -> None:
     Raises:
         SchemaTooNew, SchemaTooOld: another version of llama-ckpt made it; nothing is changed.
         DatabaseUnavailable: the database cannot be reached or written.
-
     """
     found = require_known(database)
     if found == HEAD:
@@ -71,7 +68,6 @@ def upgrade(database: Database, revision: str = HEAD) -> str | None:
         SchemaTooNew: a newer llama-ckpt made it; nothing is changed.
         BadInput: no such revision.
         DatabaseUnavailable: the database cannot be reached or written.
-
     """
     found = require_known(database)
     _require_revision(revision)
@@ -87,7 +83,6 @@ def downgrade(database: Database, revision: str) -> str | None:
         SchemaTooNew: a newer llama-ckpt made it; nothing is changed.
         BadInput: no such revision.
         DatabaseUnavailable: the database cannot be reached or written.
-
     """
     found = require_known(database)
     if revision != "base":
@@ -101,7 +96,6 @@ def check(database: Database) -> list[str]:
 
     Raises:
         DatabaseUnavailable: the database cannot be reached.
-
     """
     from alembic.autogenerate import compare_metadata
     from alembic.migration import MigrationContext
@@ -116,7 +110,6 @@ def script(dialect: str, start: str = "base", end: str = HEAD) -> str:
 
     Raises:
         BadInput: another dialect than "postgresql" and "oracle", or no such revision.
-
     """
     if dialect not in _SCRIPT_FRAMES:
         raise BadInput(what="dialect", value=dialect, reason=f"scripts are made for {' and '.join(_SCRIPT_FRAMES)}")

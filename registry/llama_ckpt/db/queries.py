@@ -51,7 +51,6 @@ def put_model(db: sa.Connection, model: RegisteredModel) -> None:
 
     Raises:
         sqlalchemy IntegrityError: another process added it at this moment.
-
     """
     digest = model.fingerprint.digest
     if db.scalar(sa.select(llama_model.c.n_layer).where(llama_model.c.fingerprint == digest)) is not None:
@@ -128,7 +127,6 @@ def insert_checkpoint(db: sa.Connection, new: NewCheckpoint) -> Checkpoint:
     Raises:
         sqlalchemy IntegrityError: there is one for this fingerprint and input.
         Conflict: the parent is not ACTIVE any more.
-
     """
     if new.parent_no is not None and not _touch_active(db, new.parent_no):
         raise Conflict(what=f"the parent of checkpoint {new.id} went STALE")

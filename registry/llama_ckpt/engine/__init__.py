@@ -57,7 +57,6 @@ class Engine(Protocol):
 
         Raises:
             EngineFailed: the engine gave no state.
-
         """
 
     def load(self, state: memoryview, token_ids: TokenIds) -> None:
@@ -65,7 +64,6 @@ class Engine(Protocol):
 
         Raises:
             EngineFailed: the engine refused; it then holds nothing, and its data is cleared.
-
         """
 
     def evaluate(self, token_ids: TokenIds, progress: Progress = no_progress) -> None:
@@ -74,5 +72,4 @@ class Engine(Protocol):
         Raises:
             EngineFailed: the engine failed; it then holds nothing.
             BadInput: more tokens than the context has cells.
-
         """

@@ -59,7 +59,6 @@ class LlamaCppEngine:
         BadInput: the model file cannot be read.
         EngineFailed: the engine gave no state.
         Unsupported: its state has a layout not known here.
-
     """
 
     def __init__(
@@ -101,7 +100,6 @@ class LlamaCppEngine:
 
         Raises:
             BadInput: the file is not there, or llama.cpp cannot load it.
-
         """
         file = Path(path)
         shards_of(file)
@@ -152,7 +150,6 @@ class LlamaCppEngine:
 
         Raises:
             BadInput: the text gives no token.
-
         """
         # The rule of Llama._create_completion: another one would leave a completion nothing to reuse.
         model, llama = self.llama._model, self.llama
@@ -179,7 +176,6 @@ class LlamaCppEngine:
 
         Raises:
             EngineFailed: the engine gave no state, or holds other cells than the wrapper says.
-
         """
         n_tokens = self.llama.n_tokens
         # The wrapper may have gone back (n_tokens lowered) without telling the engine yet; eval() would cut here too.
@@ -201,7 +197,6 @@ class LlamaCppEngine:
 
         Raises:
             EngineFailed: the engine refused; it then holds nothing, its data is cleared and the wrapper agrees.
-
         """
         try:
             self._set_state(state, len(token_ids))
@@ -242,7 +237,6 @@ class LlamaCppEngine:
         Raises:
             EngineFailed: the engine failed; it then holds nothing.
             BadInput: more tokens than the context has cells.
-
         """
         total = len(token_ids)
         if total > self.n_ctx:

@@ -40,7 +40,6 @@ def open_checkpoint(view: memoryview, name: str, passed: Callable[[str], None] =
 
     Raises:
         CorruptFile: the first check that failed, with the values that disagree.
-
     """
     header, padding = container.read_header(view, name)
     passed("Header")
@@ -68,7 +67,6 @@ def fingerprint_of(contents: container.Contents) -> Fingerprint:
 
     Raises:
         BadInput: the metadata has no such fields.
-
     """
     fields = contents.metadata.get("fingerprint")
     if not isinstance(fields, dict):
@@ -81,7 +79,6 @@ def require_agreement(file: CheckpointFile, row: Checkpoint, name: str) -> None:
 
     Raises:
         CorruptFile: input hash, fingerprint, tokens or payload CRC are not those of the row.
-
     """
     header = file.contents.header
     pairs = {

@@ -102,7 +102,6 @@ def find_magic(view: memoryview, name: str) -> int:
 
     Raises:
         CorruptFile: the file is empty or too short, or begins with neither `LLAM` nor 1 to 8 zeros and `LLAM`.
-
     """
     if len(view) < HEADER_SIZE:
         what = "the file is empty" if len(view) == 0 else f"{len(view)} bytes are fewer than a header's {HEADER_SIZE}"
@@ -119,7 +118,6 @@ def unpack_header(view: memoryview, padding: int) -> Header:
 
     Raises:
         struct.error: fewer than 128 bytes after the padding.
-
     """
     _magic, *values = _LAYOUT.unpack_from(view, padding)
     return Header(**dict(zip((field.name for field in fields(Header)), values, strict=True)))
@@ -130,7 +128,6 @@ def read_header(view: memoryview, name: str) -> tuple[Header, int]:
 
     Raises:
         CorruptFile: whichever check fails first, with the values that disagree.
-
     """
     padding = find_magic(view, name)
     if len(view) - padding < HEADER_SIZE:
@@ -179,7 +176,6 @@ def read_contents(view: memoryview, header: Header, padding: int, name: str) -> 
 
     Raises:
         CorruptFile: a CRC disagrees, the filling is not zero, or the metadata is no JSON object.
-
     """
     meta_at = padding + HEADER_SIZE
     ids_at = meta_at + header.metadata_size

@@ -106,7 +106,6 @@ def parse(state: memoryview) -> KvState:
 
     Raises:
         Unsupported: the bytes are no attention cache's state of one sequence in a layout known here.
-
     """
     reasons = []
     for rotation in (False, True):
@@ -122,7 +121,6 @@ def require_plain_sequence(state: KvState, n_tokens: int) -> None:
 
     Raises:
         Unsupported: another number of cells, a position twice or missing, or layers of unequal V and K.
-
     """
     if state.n_cells != n_tokens:
         raise Unsupported(what="this state", reason=f"it has {state.n_cells} cells for {n_tokens} tokens")
