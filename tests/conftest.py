@@ -19,7 +19,9 @@ from llama_ckpt.verify import Verifier
 POSTGRESQL = os.environ.get("LLAMA_CKPT_TEST_POSTGRESQL_URL", "postgresql+psycopg://postgres@127.0.0.1:5432/postgres")
 # A schema of its own, e.g. oracle+oracledb://user:password@host/?service_name=FREEPDB1: the tests delete every row of ours in it.
 ORACLE = os.environ.get("LLAMA_CKPT_TEST_ORACLE_URL")
-POSTGRESQL_REQUIRED = os.environ.get("LLAMA_CKPT_REQUIRE_POSTGRESQL") == "1"  # read before clean_environment takes it away
+POSTGRESQL_REQUIRED = (
+    os.environ.get("LLAMA_CKPT_REQUIRE_POSTGRESQL") == "1"
+)  # read before clean_environment takes it away
 
 
 @pytest.fixture(autouse=True)

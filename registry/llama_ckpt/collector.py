@@ -195,7 +195,7 @@ class Collector:
                     result = "marked" if marked else "skipped: used or back since the plan"
                 else:
                     deleted = queries.delete_untouched(db, item.checkpoint)
-                    result = "file" if deleted else "skipped: used, pinned or leased since the plan"
+                    result = "file" if deleted else "skipped: used, pinned, leased or needed by a delta"
                 results.append((item, result))
         return results
 
@@ -258,7 +258,7 @@ def _item(row: Checkpoint, kind: GcKind, reason: str, age_s: float, size_bytes: 
 
 
 def _stale_items(rows: Sequence[Checkpoint], now_us: int, grace_s: float) -> Iterator[GcItem]:
-    for row in rows:
+    for row in reversed(rows):  # a delta before its parent: the database keeps a row that another one names
         if row.status is not Status.STALE or row.pinned:
             continue
         age_s = (now_us - (row.stale_us or now_us)) / _S

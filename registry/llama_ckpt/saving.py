@@ -126,7 +126,7 @@ def _encode(
     payload = engine.capture()
     state = kv_state.parse(payload)
     kv_state.require_plain_sequence(state, len(token_ids))
-    model_name = engine.model_name[:_NAME_LENGTH]
+    model_name = engine.model_name[:_NAME_LENGTH] or "unnamed"  # Oracle has no empty text
     header = container.Header(
         flags=container.FLAG_SLICEABLE,
         seq_len=len(token_ids),

@@ -188,6 +188,29 @@ def test_a_parent_that_got_a_child_after_the_plan_survives_the_prune(registry, p
     invariants_hold(registry)
 
 
+def test_gc_takes_a_stale_delta_before_its_stale_parent_and_both_in_one_run(registry, plant):
+    root = plant(1, "a")
+    child = plant(2, "a", "b", parent=root, covered=1)
+    plant(3, "a", "b", "c", parent=child, covered=2)
+    registry.report_bad(root.id)
+    collector = Collector(registry.parts)
+    report = collector.run(collector.plan(stale_grace_s=0, force=registry.registry_id))
+    assert {result for _, result in report.done} == {"deleted"}
+    assert registry.list() == []
+
+
+def test_gc_keeps_a_stale_parent_whose_delta_is_still_within_the_grace(registry, plant):
+    root = plant(1, "a")
+    plant(2, "a", "b", parent=root, covered=1)
+    registry.report_bad(root.id)
+    with registry.database.write() as db:
+        db.execute(sa.update(meta).where(meta.c.ckpt_no == root.ckpt_no).values(stale_us=1))
+    collector = Collector(registry.parts)
+    report = collector.run(collector.plan(stale_grace_s=3600, force=registry.registry_id))
+    assert "skipped: used, pinned, leased or needed by a delta" in {result for _, result in report.done}
+    assert {c.ckpt_no for c in registry.list()} >= {root.ckpt_no}
+
+
 def test_the_database_refuses_to_delete_a_row_that_a_delta_names(registry, plant):
     root = plant(1, "a")
     plant(2, "a", "b", parent=root, covered=1)

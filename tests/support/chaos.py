@@ -25,11 +25,12 @@ GHOST_GRACE_S = 5.0
 
 def child(url: str, store: str, seed: int, n_operations: int, seconds: float) -> None:
     """Works until it has done its share or its time is over; prints what it did as JSON."""
+    from support.sample_engine import SampleEngine
+
     from llama_ckpt.collector import Collector
     from llama_ckpt.errors import Busy, NotFound
     from llama_ckpt.registry import Registry
     from llama_ckpt.retention import Policy
-    from support.sample_engine import SampleEngine
 
     choice, counts, end = random.Random(seed), {}, time.monotonic() + seconds
     engine = SampleEngine()
@@ -63,7 +64,9 @@ def child(url: str, store: str, seed: int, n_operations: int, seconds: float) ->
     sys.stdout.write(json.dumps(counts))
 
 
-def run(url: str, store: Path, *, processes: int, seconds: float, n_operations: int, n_kills: int, seed: int = 1) -> dict:
+def run(
+    url: str, store: Path, *, processes: int, seconds: float, n_operations: int, n_kills: int, seed: int = 1
+) -> dict:
     """Runs the children, kills some, and gives counts of outcomes, kills and errors."""
     choice = random.Random(seed)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -77,7 +80,9 @@ def run(url: str, store: Path, *, processes: int, seconds: float, n_operations: 
         left = max(0.5, end - time.monotonic())
         order = [url, str(store), str(seed * 1000 + started), str(n_operations), str(left)]
         line = [sys.executable, "-m", "support.chaos", "--child", *order]
-        running.append(subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        running.append(
+            subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
 
     for _ in range(processes):
         start()
@@ -141,7 +146,14 @@ def main() -> int:
     chosen = arguments.parse_args()
     with tempfile.TemporaryDirectory(prefix="llama-ckpt-chaos-") as folder:
         store = Path(folder) / "store"
-        done = run(chosen.url, store, processes=chosen.processes, seconds=chosen.seconds, n_operations=10**9, n_kills=chosen.kills)
+        done = run(
+            chosen.url,
+            store,
+            processes=chosen.processes,
+            seconds=chosen.seconds,
+            n_operations=10**9,
+            n_kills=chosen.kills,
+        )
         broken = broken_invariants(chosen.url, store)
     sys.stdout.write(json.dumps({**done, "broken": broken}, indent=2) + "\n")
     return 1 if broken or done["errors"] else 0

@@ -43,9 +43,9 @@ def drop_lease(db: sa.Connection, name: str, fence: int) -> None:
 
 def lease_holder(db: sa.Connection, name: str) -> tuple[str, int]:
     """Who holds a lease, and for how many seconds yet."""
-    left = (registry_lease.c.expires_us - now_us()).label("left")
+    left = (registry_lease.c.expires_us - now_us()).label("left_us")
     row = db.execute(sa.select(registry_lease.c.holder, left).where(registry_lease.c.name == name)).one()
-    return str(row.holder), max(0, int(row.left) // 1_000_000 + 1)
+    return str(row.holder), max(0, int(row.left_us) // 1_000_000 + 1)
 
 
 def start_run(db: sa.Connection, kind: str, host: str) -> int:

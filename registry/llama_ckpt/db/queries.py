@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
@@ -29,8 +29,19 @@ from llama_ckpt.values import (
 )
 
 ACTIVE, STALE = Status.ACTIVE.value, Status.STALE.value
-_BATCH = 500  # Oracle refuses IN lists over 1,000
+_BATCH = 500
+T = TypeVar("T")
 _COLUMNS = [c for c in meta.c if c.name != "active_key"]
+
+
+def batches(values: Sequence[T]) -> Iterator[list[T]]:
+    """`values` in lists for IN: at most 500 (Oracle refuses over 1,000), and of few lengths, by repeating the last value:
+    each length is a statement of its own that the database must parse.
+    """
+    for i in range(0, len(values), _BATCH):
+        some = list(values[i : i + _BATCH])
+        length = next(n for n in (1, 16, 128, _BATCH) if n >= len(some))
+        yield some + [some[-1]] * (length - len(some))
 
 
 def clock_us(db: sa.Connection) -> int:
@@ -213,8 +224,8 @@ def scan(db: sa.Connection, status: Status | None = None) -> Iterator[Checkpoint
 def known_paths(db: sa.Connection, paths: Sequence[str]) -> set[str]:
     """Those of `paths` that a row names."""
     known: set[str] = set()
-    for i in range(0, len(paths), _BATCH):
-        known.update(db.scalars(sa.select(meta.c.file_path).where(meta.c.file_path.in_(paths[i : i + _BATCH]))))
+    for some in batches(paths):
+        known.update(db.scalars(sa.select(meta.c.file_path).where(meta.c.file_path.in_(some))))
     return known
 
 
@@ -270,7 +281,8 @@ def mark_model_stale(db: sa.Connection, digest: bytes, reason: StaleReason) -> i
 
 def has_active_child(db: sa.Connection, row: Checkpoint) -> bool:
     """Whether an ACTIVE delta needs this row."""
-    return db.execute(sa.select(meta.c.ckpt_no).where(~_childless(row)).limit(1)).first() is not None
+    needing = sa.select(meta.c.ckpt_no).where(meta.c.parent_no == row.ckpt_no, meta.c.status == ACTIVE)
+    return db.execute(needing.limit(1)).first() is not None
 
 
 def _childless(row: Checkpoint) -> sa.ColumnElement[bool]:
@@ -283,11 +295,11 @@ def _mark_descendants(db: sa.Connection, parents: Sequence[int], reason: StaleRe
     while parents:
         _unlink(db, parents)
         children: list[int] = []
-        for i in range(0, len(parents), _BATCH):
-            needing = [meta.c.parent_no.in_(parents[i : i + _BATCH]), meta.c.status == ACTIVE]
+        for some in batches(parents):
+            needing = [meta.c.parent_no.in_(some), meta.c.status == ACTIVE]
             children += db.scalars(sa.select(meta.c.ckpt_no).where(*needing).order_by(meta.c.ckpt_no))
-        for i in range(0, len(children), _BATCH):
-            _mark(db, [meta.c.ckpt_no.in_(children[i : i + _BATCH])], reason)
+        for some in batches(children):
+            _mark(db, [meta.c.ckpt_no.in_(some)], reason)
         parents = children
 
 
@@ -300,13 +312,15 @@ def _unlink(db: sa.Connection, ckpt_nos: Sequence[int]) -> None:
     """Takes the prefix links of rows that went STALE; in the transaction of the mark, so that a link always leads to an
     ACTIVE row.
     """
-    for i in range(0, len(ckpt_nos), _BATCH):
-        db.execute(sa.delete(checkpoint_prefix).where(checkpoint_prefix.c.ckpt_no.in_(ckpt_nos[i : i + _BATCH])))
+    for some in batches(ckpt_nos):
+        db.execute(sa.delete(checkpoint_prefix).where(checkpoint_prefix.c.ckpt_no.in_(some)))
 
 
 def delete_untouched(db: sa.Connection, row: Checkpoint) -> bool:
-    """Deletes a STALE row only if nothing happened to it since it was read."""
-    return db.execute(sa.delete(meta).where(meta.c.status == STALE, *_untouched(row))).rowcount == 1
+    """Deletes a STALE row only if nothing happened to it since it was read, and no delta's row names it any more."""
+    child = meta.alias("child")
+    named = sa.exists(sa.select(child.c.ckpt_no).where(child.c.parent_no == row.ckpt_no))
+    return db.execute(sa.delete(meta).where(meta.c.status == STALE, ~named, *_untouched(row))).rowcount == 1
 
 
 def _untouched(row: Checkpoint) -> list[sa.ColumnElement[bool]]:
@@ -344,7 +358,7 @@ def stats(db: sa.Connection) -> Stats:
         meta.c.fingerprint,
         meta.c.status,
         sa.func.count().label("n"),
-        sa.func.sum(meta.c.file_size).label("size"),
+        sa.func.sum(meta.c.file_size).label("n_bytes"),
         sa.func.sum(meta.c.n_tokens).label("n_tokens"),
         sa.func.sum(meta.c.hit_count).label("hits"),
         sa.func.sum(meta.c.hit_count * sa.func.coalesce(meta.c.prefill_ms, 0)).label("spared"),
@@ -354,8 +368,8 @@ def stats(db: sa.Connection) -> Stats:
     return Stats(
         n_active=sum(int(r.n) for r in active),
         n_stale=sum(int(r.n) for r in stale),
-        active_bytes=sum(int(r.size) for r in active),
-        stale_bytes=sum(int(r.size) for r in stale),
+        active_bytes=sum(int(r.n_bytes) for r in active),
+        stale_bytes=sum(int(r.n_bytes) for r in stale),
         n_tokens=sum(int(r.n_tokens) for r in active),
         hit_count=sum(int(r.hits) for r in rows),
         spared_ms=sum(int(r.spared) for r in rows),
@@ -364,7 +378,7 @@ def stats(db: sa.Connection) -> Stats:
                 model_name=r.model_name,
                 fingerprint=r.fingerprint,
                 n_active=int(r.n),
-                active_bytes=int(r.size),
+                active_bytes=int(r.n_bytes),
                 n_tokens=int(r.n_tokens),
                 hit_count=int(r.hits),
             )
