@@ -5,9 +5,22 @@ from __future__ import annotations
 import os
 
 from alembic import context
-from sqlalchemy import Connection
+from alembic.ddl.oracle import OracleImpl
+from sqlalchemy import Connection, Table
 
 from llama_ckpt.db.tables import VERSION_TABLE, metadata
+
+
+class ScriptableOracle(OracleImpl):
+    """As alembic's, but a script has no place for what `INSERT … RETURNING … INTO :ret_0` would return."""
+
+    __dialect__ = "oracle"
+
+    def version_table_impl(self, **options: object) -> Table:
+        """The version table, inserted into without asking for anything back."""
+        table = super().version_table_impl(**options)  # type: ignore[arg-type]
+        table.implicit_returning = False
+        return table
 
 
 def run(connection: Connection) -> None:
@@ -19,16 +32,34 @@ def run(connection: Connection) -> None:
         context.run_migrations()
 
 
-given = context.config.attributes.get("connection")
-if given is not None:
-    run(given)
-else:
-    from llama_ckpt.db.connect import Database
+def write_script(dialect: str) -> None:
+    """Writes the statements to the configuration's buffer instead."""
+    context.configure(
+        dialect_name=dialect, target_metadata=metadata, version_table=VERSION_TABLE, literal_binds=True, as_sql=True
+    )
+    with context.begin_transaction():
+        context.run_migrations()
 
-    url = os.environ.get("LLAMA_CKPT_DATABASE_URL")
-    if not url:
-        raise SystemExit("set LLAMA_CKPT_DATABASE_URL to the database to migrate, e.g. sqlite:////tmp/registry.sqlite3")
-    database = Database(url)
-    with database.migration() as migrating:
-        run(migrating)
-    database.close()
+
+def main() -> None:
+    """Over a connection, into a script, or over the URL of the environment."""
+    given = context.config.attributes
+    if context.is_offline_mode():
+        write_script(given.get("dialect") or os.environ.get("LLAMA_CKPT_SCRIPT_DIALECT", "postgresql"))
+    elif "connection" in given:
+        run(given["connection"])
+    else:
+        from llama_ckpt.db.connect import Database
+
+        url = os.environ.get("LLAMA_CKPT_DATABASE_URL")
+        if not url:
+            raise SystemExit(
+                "set LLAMA_CKPT_DATABASE_URL to the database to migrate, e.g. sqlite:////tmp/registry.sqlite3"
+            )
+        database = Database(url)
+        with database.migration() as migrating:
+            run(migrating)
+        database.close()
+
+
+main()

@@ -10,14 +10,18 @@ from support.sample_engine import SampleEngine
 
 from llama_ckpt.db import migrate
 from llama_ckpt.db.connect import Database, sqlite_url
-from llama_ckpt.db.tables import metadata, registry_info, registry_lease
+from llama_ckpt.db.tables import llama_checkpoint_meta, metadata, registry_info, registry_lease
 from llama_ckpt.errors import DatabaseUnavailable
 from llama_ckpt.metrics import Counters
 from llama_ckpt.registry import Registry
 from llama_ckpt.verify import Verifier
 
 POSTGRESQL = os.environ.get("LLAMA_CKPT_TEST_POSTGRESQL_URL", "postgresql+psycopg://postgres@127.0.0.1:5432/postgres")
-POSTGRESQL_REQUIRED = os.environ.get("LLAMA_CKPT_REQUIRE_POSTGRESQL") == "1"  # read before clean_environment takes it away
+# A schema of its own, e.g. oracle+oracledb://user:password@host/?service_name=FREEPDB1: the tests delete every row of ours in it.
+ORACLE = os.environ.get("LLAMA_CKPT_TEST_ORACLE_URL")
+POSTGRESQL_REQUIRED = (
+    os.environ.get("LLAMA_CKPT_REQUIRE_POSTGRESQL") == "1"
+)  # read before clean_environment takes it away
 
 
 @pytest.fixture(autouse=True)
@@ -54,16 +58,29 @@ def postgresql_url():
     server.dispose()
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(scope="session")
+def oracle_url():
+    """A real Oracle, where one is named."""
+    if not ORACLE:
+        pytest.skip("no Oracle is named by LLAMA_CKPT_TEST_ORACLE_URL")
+    database = Database(ORACLE)
+    migrate.upgrade(database)
+    database.close()
+    return ORACLE
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "oracle"] if ORACLE else ["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of a database without rows: a test that takes it runs on every kind."""
     if request.param == "sqlite":
         return sqlite_url(tmp_path / "registry.sqlite3")
-    url = request.getfixturevalue("postgresql_url")
+    url = request.getfixturevalue(f"{request.param}_url")
     database = Database(url)
     with database.write() as db:
-        tables = ", ".join(t.name for t in metadata.sorted_tables if t.name != "registry_lease")
-        db.exec_driver_sql(f"TRUNCATE {tables} RESTART IDENTITY CASCADE")
+        db.execute(sa.update(llama_checkpoint_meta).values(parent_no=None, start_token=0))
+        for table in reversed(metadata.sorted_tables):
+            if table is not registry_lease:
+                db.execute(sa.delete(table))
         db.execute(sa.update(registry_lease).values(holder=None, fence=0, expires_us=0))
         db.execute(sa.insert(registry_info).values(name="registry_id", value=uuid.uuid4().hex))
     database.close()

@@ -66,13 +66,22 @@ class Session:
 
         return self.value("database_url") or sqlite_url(self.root / DATABASE_FILE)
 
+    @property
+    def database_password(self) -> str | None:
+        """The password that is not in the URL: from the environment, or the file that it names."""
+        from llama_ckpt.config import database_password
+
+        return database_password(os.environ)
+
     def registry(self) -> Registry:
         """The registry that the settings name. The caller closes it."""
         from llama_ckpt.config import flag
         from llama_ckpt.registry import Registry
 
         drop = flag(self.value("drop_page_cache"), "drop_page_cache")
-        return Registry.open(self.database_url, self.root, drop_page_cache=drop)
+        return Registry.open(
+            self.database_url, self.root, database_password=self.database_password, drop_page_cache=drop
+        )
 
     def existing_registry(self) -> Registry | None:
         """The same, but None instead of making one: for questions about a file that need no registry."""

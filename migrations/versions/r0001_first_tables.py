@@ -34,7 +34,7 @@ def upgrade() -> None:
     _create_runs()
     _create_registry()
     name = f"llama_checkpoint_v_{revision}.sql"
-    view = files("llama_ckpt.sql") / op.get_bind().dialect.name / name
+    view = files("llama_ckpt.sql") / op.get_context().dialect.name / name
     op.execute(sa.DDL(view.read_text(encoding="utf-8")))
 
 
@@ -155,5 +155,11 @@ def _create_registry() -> None:
         sa.Column("value", sa.String(400), nullable=False),
         sa.PrimaryKeyConstraint("name", name="pk_registry_info"),
     )
-    lease = sa.table("registry_lease", sa.column("name"), sa.column("fence"), sa.column("expires_us"))
-    op.bulk_insert(lease, [{"name": "gc", "fence": 0, "expires_us": 0}])
+    op.execute(sa.DDL("INSERT INTO registry_lease (name, fence, expires_us) VALUES ('gc', 0, 0)"))
+    # The registry's id is drawn by the database, so that a DBA's script and this program make the same registry.
+    drawn = {
+        "sqlite": "SELECT 'registry_id', lower(hex(randomblob(16)))",
+        "postgresql": "SELECT 'registry_id', replace(gen_random_uuid()::text, '-', '')",
+        "oracle": "SELECT 'registry_id', LOWER(RAWTOHEX(SYS_GUID())) FROM DUAL",
+    }[op.get_context().dialect.name]
+    op.execute(sa.DDL(f"INSERT INTO registry_info (name, value) {drawn}"))

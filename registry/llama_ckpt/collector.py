@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from llama_ckpt.db import queries
+from llama_ckpt.db import coordination, queries
 from llama_ckpt.errors import Busy, EvidenceRefused, StoreUnavailable, UnsafePath
 from llama_ckpt.files import Entry
 from llama_ckpt.parts import Parts
@@ -86,7 +86,7 @@ class Collector:
                         if queries.mark_stale_untouched(db, verdict.checkpoint, verdict.stale_reason):
                             done.append(verdict)
                     items = [(_item(v.checkpoint, GcKind.STALE, v.rule, 0.0), "marked") for v in done]
-                    queries.add_run_items(db, run_no, len(marked), items)
+                    coordination.add_run_items(db, run_no, len(marked), items)
                     self._parts.hook("marked")
                 marked += done
             self._end(run_no, n_items=len(marked), n_failed=0, freed_bytes=0)
@@ -174,7 +174,7 @@ class Collector:
                 self._parts.hook("rows deleted")
                 outcomes = [self._finish(item, result) for item, result in results]
                 with self._database.write() as db:
-                    queries.add_run_items(db, run_no, len(done), [(i, r) for i, r, _ in outcomes])
+                    coordination.add_run_items(db, run_no, len(done), [(i, r) for i, r, _ in outcomes])
                 done += [(item, result) for item, result, _ in outcomes]
                 freed += sum(size for _, _, size in outcomes)
                 n_failed += sum(result.startswith("failed") for _, result, _ in outcomes)
@@ -195,7 +195,7 @@ class Collector:
                     result = "marked" if marked else "skipped: used or back since the plan"
                 else:
                     deleted = queries.delete_untouched(db, item.checkpoint)
-                    result = "file" if deleted else "skipped: used, pinned or leased since the plan"
+                    result = "file" if deleted else "skipped: used, pinned, leased or needed by a delta"
                 results.append((item, result))
         return results
 
@@ -216,35 +216,35 @@ class Collector:
     def runs(self, at_most: int = 20) -> list[GcRun]:
         """The records of the last runs, newest first."""
         with self._database.read() as db:
-            return queries.runs(db, at_most)
+            return coordination.runs(db, at_most)
 
     @contextmanager
     def _only_run(self) -> Iterator[int]:
         with self._database.write() as db:
-            fence = queries.take_lease(db, _LEASE, self._holder, _LEASE_S)
-            holder, left = queries.lease_holder(db, _LEASE)
+            fence = coordination.take_lease(db, _LEASE, self._holder, _LEASE_S)
+            holder, left = coordination.lease_holder(db, _LEASE)
         if fence is None:
             raise Busy(what="prune or gc", holder=holder, seconds_left=left)
         try:
             yield fence
         finally:
             with self._database.write() as db:
-                queries.drop_lease(db, _LEASE, fence)
+                coordination.drop_lease(db, _LEASE, fence)
 
     def _renew(self, fence: int) -> None:
         with self._database.write() as db:
-            held = queries.renew_lease(db, _LEASE, fence, _LEASE_S)
-            holder, left = queries.lease_holder(db, _LEASE)
+            held = coordination.renew_lease(db, _LEASE, fence, _LEASE_S)
+            holder, left = coordination.lease_holder(db, _LEASE)
         if not held:
             raise Busy(what="prune or gc", holder=holder, seconds_left=left)
 
     def _start(self, kind: str) -> int:
         with self._database.write() as db:
-            return queries.start_run(db, kind, self._holder)
+            return coordination.start_run(db, kind, self._holder)
 
     def _end(self, run_no: int, *, n_items: int, n_failed: int, freed_bytes: int) -> None:
         with self._database.write() as db:
-            queries.end_run(db, run_no, n_items=n_items, n_failed=n_failed, freed_bytes=freed_bytes)
+            coordination.end_run(db, run_no, n_items=n_items, n_failed=n_failed, freed_bytes=freed_bytes)
 
 
 def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -258,7 +258,7 @@ def _item(row: Checkpoint, kind: GcKind, reason: str, age_s: float, size_bytes: 
 
 
 def _stale_items(rows: Sequence[Checkpoint], now_us: int, grace_s: float) -> Iterator[GcItem]:
-    for row in rows:
+    for row in reversed(rows):  # a delta before its parent: the database keeps a row that another one names
         if row.status is not Status.STALE or row.pinned:
             continue
         age_s = (now_us - (row.stale_us or now_us)) / _S

@@ -72,6 +72,23 @@ def _read(file: Path | None) -> dict[str, str]:
     return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in loaded.items()}
 
 
+def database_password(environment: Mapping[str, str]) -> str | None:
+    """The database's password where the URL has none: LLAMA_CKPT_DATABASE_PASSWORD, or the first line of the file that
+    LLAMA_CKPT_DATABASE_PASSWORD_FILE names. It is no setting: it is never shown, and never read from the settings file.
+
+    Raises:
+        BadInput: the file cannot be read.
+    """
+    given = environment.get(f"{ENVIRONMENT_PREFIX}DATABASE_PASSWORD")
+    named = environment.get(f"{ENVIRONMENT_PREFIX}DATABASE_PASSWORD_FILE")
+    if given is not None or named is None:
+        return given
+    try:
+        return Path(named).read_text(encoding="utf-8").split("\n", 1)[0].rstrip("\r")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(what="password file", value=named, reason=str(error)) from error
+
+
 def seconds(text: str, what: str) -> float:
     """A duration such as `90`, `90s`, `15m`, `24h`, `7d`, `2w`, in seconds.
 

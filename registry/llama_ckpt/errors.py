@@ -132,3 +132,9 @@ class Conflict(LlamaCkptError):
     """another process was first: {what}"""
 
     exit_code = 20
+
+
+class SchemaTooOld(LlamaCkptError):
+    """the database {url} is at schema {found}, this llama-ckpt needs {known}. When no older llama-ckpt uses it any more: llama-ckpt db upgrade"""
+
+    exit_code = 21

@@ -58,26 +58,30 @@ class Registry:
         database_url: str | None = None,
         store: str | Path | None = None,
         *,
+        database_password: str | None = None,
+        upgrade: bool = False,
         drop_page_cache: bool = False,
         metrics: MetricsSink | None = None,
         hook: StepHook = no_hook,
     ) -> Registry:
-        """Opens a registry; creates store and schema where they are not there, and upgrades an older schema.
+        """Opens a registry; creates store and schema where they are not there. An older schema is upgraded on SQLite, which
+        is this program's own file; on a server only with `upgrade`, since other hosts may still run the older program.
 
-        Without arguments: the user's data folder. With a store alone: SQLite beside the files. `drop_page_cache` lets
-        written pages go after the fsync. `hook` hears the name of each step of a save, for tests that stop there.
+        Without arguments: the user's data folder. With a store alone: SQLite beside the files. `database_password` is used
+        where the URL has none. `drop_page_cache` lets written pages go after the fsync. `hook` hears the name of each step of
+        a save, for tests that stop there.
 
         Raises:
             BadInput: the URL cannot be used.
             DatabaseUnavailable, StoreUnavailable: they cannot be reached, read or written; or the store is another registry's.
-            SchemaTooNew: a newer llama-ckpt made the database.
+            SchemaTooNew, SchemaTooOld: another version of llama-ckpt made the database.
         """
         root = Path(store) if store is not None else default_store()
         files = Store(root, drop_page_cache=drop_page_cache, hook=hook)
         files.create()
-        database = Database(database_url or sqlite_url(root.absolute() / DATABASE_FILE))
+        database = Database(database_url or sqlite_url(root.absolute() / DATABASE_FILE), database_password)
         try:
-            migrate.upgrade(database)
+            migrate.prepare(database, upgrade_older=upgrade or database.dialect == "sqlite")
             with database.read() as db:
                 registry_id = queries.registry_id(db)
             files.require_owner(registry_id)
@@ -143,13 +147,13 @@ class Registry:
     def _match(
         self, of_input: bytes, fingerprint: Fingerprint | None, model: str | None, weights: bytes | None
     ) -> MatchResult:
-        with self.database.read() as db:
-            if fingerprint is not None:
-                row = queries.find_active(db, fingerprint.digest, of_input)
-                if row is not None:
-                    return matching.decide(of_input, [row], [], fingerprint)
-            known = {m.fingerprint.digest: m for m in queries.models(db)}
-            rows = queries.find_by_input(db, of_input)
+        if fingerprint is not None:
+            digest = fingerprint.digest
+            row = self.database.query(lambda db: queries.find_active(db, digest, of_input))
+            if row is not None:
+                return matching.decide(of_input, [row], [], fingerprint)
+        known = {m.fingerprint.digest: m for m in self.database.query(queries.models)}
+        rows = self.database.query(lambda db: queries.find_by_input(db, of_input))
         if fingerprint is not None:
             return matching.decide(of_input, [], [(row, known[row.fingerprint]) for row in rows], fingerprint)
 
@@ -283,18 +287,17 @@ class Registry:
         at_most: int | None = None,
     ) -> list[Checkpoint]:
         """Checkpoints, newest first."""
-        with self.database.read() as db:
-            return queries.list_checkpoints(db, status=status, model_name=model_name, label=label, at_most=at_most)
+        return self.database.query(
+            lambda db: queries.list_checkpoints(db, status=status, model_name=model_name, label=label, at_most=at_most)
+        )
 
     def models(self) -> tuple[RegisteredModel, ...]:
         """The models that were ever saved for."""
-        with self.database.read() as db:
-            return tuple(queries.models(db))
+        return tuple(self.database.query(queries.models))
 
     def stats(self) -> Stats:
         """Totals, recounted from the rows."""
-        with self.database.read() as db:
-            return queries.stats(db)
+        return self.database.query(queries.stats)
 
     def pin(self, checkpoint_id: str) -> Checkpoint:
         """Shields a checkpoint from prune, gc and remove.
@@ -328,6 +331,8 @@ class Registry:
         if row.pinned:
             raise BadInput(what="checkpoint", value=row.id, reason="it is pinned; unpin it first")
         with self.database.write() as db:
+            if queries.has_active_child(db, row):
+                raise BadInput(what="checkpoint", value=row.id, reason="a delta needs it; remove that first")
             queries.mark_stale(db, row, StaleReason.REMOVED)
         return self.get(row.id)
 

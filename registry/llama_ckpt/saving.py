@@ -98,8 +98,7 @@ def _require_held(engine: Engine, token_ids: TokenIds) -> None:
 
 def _usable(parts: Parts, digest: bytes, of_input: bytes) -> Checkpoint | None:
     """The ACTIVE row of this input if its file is there in full; a row that fails this is made STALE."""
-    with parts.database.read() as db:
-        row = queries.find_active(db, digest, of_input)
+    row = parts.database.query(lambda db: queries.find_active(db, digest, of_input))
     if row is None:
         return None
     try:
@@ -127,7 +126,7 @@ def _encode(
     payload = engine.capture()
     state = kv_state.parse(payload)
     kv_state.require_plain_sequence(state, len(token_ids))
-    model_name = engine.model_name[:_NAME_LENGTH]
+    model_name = engine.model_name[:_NAME_LENGTH] or "unnamed"  # Oracle has no empty text
     header = container.Header(
         flags=container.FLAG_SLICEABLE,
         seq_len=len(token_ids),
@@ -198,8 +197,7 @@ def _register(parts: Parts, engine: Engine, new: NewCheckpoint) -> Checkpoint:
 def _ask_again(parts: Parts, new: NewCheckpoint) -> Checkpoint | None:
     """After a commit that failed: the row if it is there after all; if it is not, the file goes too."""
     try:
-        with parts.database.read() as db:
-            row = queries.get(db, new.id)
+        row = parts.database.query(lambda db: queries.get(db, new.id))
     except DatabaseUnavailable:
         log.warning("the database is gone; %s may be left for gc to collect", new.file_path)
         return None

@@ -118,6 +118,8 @@ class Checkpoint:
     verified_us: int | None
     pinned: bool
     label: str | None
+    start_token: int = 0
+    parent_no: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,20 @@ class NewCheckpoint:
     prefill_ms: int | None
     expires_in_s: float | None
     label: str | None
+    start_token: int = 0
+    parent_no: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixLink:
+    """A row of `checkpoint_prefix`: the file of checkpoint `ckpt_no` (`file_tokens` tokens) begins with `n_tokens` tokens of
+    which `prefix_hash` (16 raw bytes) is the chained hash.
+    """
+
+    prefix_hash: bytes
+    n_tokens: int
+    file_tokens: int
+    ckpt_no: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +246,6 @@ class FindingKind(StrEnum):
     ORPHAN = "orphan"
     TEMPORARY = "temporary"
     FOREIGN = "foreign"
-    UNSAFE = "unsafe"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -190,7 +190,7 @@ def test_a_stale_row_that_is_pinned_after_the_plan_survives(registry, engine, sa
     registry.remove(saved.id)
     plan = plan_now(collector)
     registry.pin(saved.id)
-    assert [r for _, r in collector.run(plan).done] == ["skipped: used, pinned or leased since the plan"]
+    assert [r for _, r in collector.run(plan).done] == ["skipped: used, pinned, leased or needed by a delta"]
     assert (registry.store.root / saved.file_path).exists()
 
 

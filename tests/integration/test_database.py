@@ -129,12 +129,20 @@ def test_the_view_shows_people_hex_and_times(registry, engine, saved):
         {"stale_reason": "removed"},
         {"status": "GONE", "active_key": None, "stale_reason": "removed"},
         {"pinned": 2},
+        {"start_token": 1},
+        {"parent_no": 1},
     ],
 )
 def test_the_database_itself_refuses_a_row_in_a_wrong_state(registry, engine, saved, values):
-    with pytest.raises(Conflict), registry.database.write() as db:
+    with pytest.raises(DatabaseUnavailable, match="the schema refuses a row"), registry.database.write() as db:
         db.execute(sa.update(meta).values(**values))
     assert registry.get(saved.id) == saved
+
+
+def test_a_key_that_is_taken_is_a_conflict_by_the_drivers_code(registry, engine, saved):
+    other = registry.save(engine, "two").checkpoint
+    with pytest.raises(Conflict), registry.database.write() as db:
+        db.execute(sa.update(meta).where(meta.c.id == other.id).values(id=saved.id))
 
 
 def test_status_defaults_to_active(registry, engine, saved):
@@ -170,7 +178,7 @@ def test_the_clock_is_the_databases_in_microseconds(registry):
     ("url", "words"),
     [
         ("nonsense", "expected e.g. sqlite"),
-        ("mysql://u:secret@h/d", "this version speaks"),
+        ("mysql://u:secret@h/d", "llama-ckpt speaks"),
         ("sqlite://", "name a file"),
         ("sqlite:///:memory:", "name a file"),
         ("user:secret@host", "expected e.g. sqlite"),

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from llama_ckpt.db import migrate
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -19,7 +21,11 @@ def wheel(tmp_path_factory) -> Path:
     """The wheel, built from what git tracks or would track: no left-over of an earlier build can put a file into it."""
     source = tmp_path_factory.mktemp("source")
     names = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if names.returncode != 0:
         pytest.skip("not a git checkout")
@@ -44,13 +50,20 @@ def installed(wheel, tmp_path_factory) -> dict[str, str]:
 
 
 def run(installed, cwd, *arguments):
-    return subprocess.run([sys.executable, *arguments], env=installed, cwd=cwd, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *arguments], env=installed, cwd=cwd, capture_output=True, text=True, check=False
+    )
 
 
 def test_the_wheel_holds_every_package_the_migrations_and_the_sql(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    for source, target in (("registry", ""), ("cli", ""), ("migrations", "llama_ckpt/migrations/"), ("sql", "llama_ckpt/sql/")):
+    for source, target in (
+        ("registry", ""),
+        ("cli", ""),
+        ("migrations", "llama_ckpt/migrations/"),
+        ("sql", "llama_ckpt/sql/"),
+    ):
         for path in (ROOT / source).rglob("*"):
             if path.suffix in (".py", ".sql", ".mako", ".typed") and "egg-info" not in str(path):
                 assert target + path.relative_to(ROOT / source).as_posix() in names
@@ -62,9 +75,11 @@ def test_the_wheel_alone_makes_a_registry_and_answers(installed, tmp_path):
     assert where.stdout.startswith(installed["PYTHONPATH"])
     store = ["--store", str(tmp_path / "store")]
     upgraded = run(installed, tmp_path, "-m", "llama_ckpt_cli", "db", "upgrade", *store)
-    assert (upgraded.returncode, "schema 0001 made" in upgraded.stdout) == (0, True), upgraded.stderr
+    assert (upgraded.returncode, f"schema {migrate.HEAD} made" in upgraded.stdout) == (0, True), upgraded.stderr
     matched = run(installed, tmp_path, "-m", "llama_ckpt_cli", "match", "--text", "hello", *store)
-    assert (matched.returncode, "no checkpoint of this input is registered" in matched.stdout) == (3, True), matched.stderr
+    assert (matched.returncode, "no checkpoint of this input is registered" in matched.stdout) == (3, True), (
+        matched.stderr
+    )
 
 
 def test_a_script_beside_files_named_registry_and_cli_is_not_disturbed(installed, tmp_path):

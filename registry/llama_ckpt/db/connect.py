@@ -4,32 +4,58 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, make_url
 
 from llama_ckpt.errors import BadInput, Conflict, DatabaseUnavailable
 
-SUPPORTED = ("sqlite", "postgresql+psycopg")
+# Driver name -> the extra of llama-ckpt that brings it.
+SUPPORTED = {"sqlite": "", "postgresql+psycopg": "postgres", "oracle+oracledb": "oracle"}
+_SHORT = {"postgresql": "postgresql+psycopg", "oracle": "oracle+oracledb"}
 _BUSY_TIMEOUT_S = 30
+_CONNECT_TIMEOUT_S = 10
+_MOUNTS = Path("/proc/self/mountinfo")
+# File systems on which SQLite's WAL cannot work: its shared memory needs one machine.
+_NETWORK = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "9p",
+    "afs",
+    "ceph",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "glusterfs",
+    "fuse.sshfs",
+)
+
+T = TypeVar("T")
 
 
 class Database:
-    """Connections to one database, named by an SQLAlchemy URL (`sqlite:///path`, `postgresql+psycopg://…`).
+    """Connections to one database, named by an SQLAlchemy URL (`sqlite:///path`, `postgresql+psycopg://…`,
+    `oracle+oracledb://…`). `password` is used where the URL has none.
 
     Nothing is opened before the first transaction.
 
     Raises:
         BadInput: the URL cannot be read, or names a database that llama-ckpt does not speak.
-        DatabaseUnavailable: its driver is not installed.
+        DatabaseUnavailable: its driver is not installed, or it is SQLite on a network file system.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, password: str | None = None) -> None:
         self.url = _parse(url)
+        if password is not None and self.url.password is None and self.dialect != "sqlite":
+            self.url = self.url.set(password=password)
         self._engine = _engine(self.url)
         self._writer = self._engine.execution_options(llama_ckpt_writer=True)
 
@@ -40,7 +66,7 @@ class Database:
 
     @property
     def dialect(self) -> str:
-        """SQLAlchemy's name of the database: "sqlite" or "postgresql"."""
+        """SQLAlchemy's name of the database: "sqlite", "postgresql" or "oracle"."""
         return self.url.get_backend_name()
 
     @contextlib.contextmanager
@@ -52,6 +78,21 @@ class Database:
         """
         with self._told(), self._engine.connect() as db:
             yield db
+
+    def query(self, question: Callable[[sa.Connection], T]) -> T:
+        """The answer to a question that only reads. A connection that is lost on the way is made anew, once.
+
+        Raises:
+            DatabaseUnavailable: the database cannot be reached or read.
+        """
+        try:
+            with self.read() as db:
+                return question(db)
+        except DatabaseUnavailable as error:
+            if not getattr(error.__cause__, "connection_invalidated", False):
+                raise
+            with self.read() as db:
+                return question(db)
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sa.Connection]:
@@ -92,7 +133,10 @@ class Database:
         try:
             yield
         except sa.exc.IntegrityError as error:
-            raise Conflict(what=str(error.orig).splitlines()[0]) from error
+            if _code(error) in _UNIQUE:
+                raise Conflict(what=str(error.orig).splitlines()[0]) from error
+            reason = f"the schema refuses a row: {_reason(error)}"
+            raise DatabaseUnavailable(url=self.shown_url, reason=reason) from error
         except sa.exc.DBAPIError as error:
             raise DatabaseUnavailable(url=self.shown_url, reason=_reason(error)) from error
         except sa.exc.TimeoutError as error:
@@ -117,27 +161,56 @@ def _parse(text: str) -> URL:
         raise BadInput(
             what="database URL", value=shown, reason="expected e.g. sqlite:////path/registry.sqlite3"
         ) from error
-    if url.drivername == "postgresql":
-        url = url.set(drivername="postgresql+psycopg")
+    url = url.set(drivername=_SHORT.get(url.drivername, url.drivername))
     if url.drivername not in SUPPORTED:
-        raise BadInput(what="database URL", value=url.drivername, reason=f"this version speaks {', '.join(SUPPORTED)}")
+        raise BadInput(what="database URL", value=url.drivername, reason=f"llama-ckpt speaks {', '.join(SUPPORTED)}")
     if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
         raise BadInput(what="database URL", value=text, reason="name a file: a registry in memory would lose every row")
     return url
 
 
 def _engine(url: URL, *, foreign_keys: bool = True, **options: Any) -> sa.Engine:
+    name = url.get_backend_name()
+    arguments: dict[str, Any] = {"timeout": _BUSY_TIMEOUT_S}
+    if name != "sqlite":
+        # A pooled connection may have been closed by a firewall or a restart: it is tried before it is used.
+        if options.get("poolclass") is None:
+            options |= {"pool_pre_ping": True, "pool_recycle": 1800, "pool_timeout": 30}
+        timeout = {"postgresql": "connect_timeout", "oracle": "tcp_connect_timeout"}[name]
+        arguments = {timeout: _CONNECT_TIMEOUT_S}
     try:
-        if url.get_backend_name() != "sqlite":
-            return sa.create_engine(
-                url, pool_pre_ping=True, pool_recycle=1800, connect_args={"connect_timeout": 10}, **options
-            )
-        engine = sa.create_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S}, **options)
+        engine = sa.create_engine(url, connect_args=arguments, **options)
     except ModuleNotFoundError as error:
-        hint = "install it with: pip install 'llama-ckpt[postgres]'"
-        raise DatabaseUnavailable(url=url.render_as_string(hide_password=True), reason=f"{error}; {hint}") from error
-    _tune_sqlite(engine, Path(url.database or ""), foreign_keys)
+        reason = f"{error}; install it with: pip install 'llama-ckpt[{SUPPORTED[url.drivername]}]'"
+        raise DatabaseUnavailable(url=url.render_as_string(hide_password=True), reason=reason) from error
+    if name == "sqlite":
+        _require_local(Path(url.database or ""))
+        _tune_sqlite(engine, Path(url.database or ""), foreign_keys)
     return engine
+
+
+def _require_local(path: Path) -> None:
+    kind = file_system_of(path.absolute(), _MOUNTS.read_text(encoding="utf-8") if _MOUNTS.exists() else "")
+    if kind in _NETWORK:
+        reason = (
+            f"it is on a network file system ({kind}), where SQLite's write-ahead log cannot work and rows would be lost."
+            " Name a --database-url on a local disk, or PostgreSQL; the store may stay where it is"
+        )
+        raise DatabaseUnavailable(url=sqlite_url(path), reason=reason)
+
+
+def file_system_of(path: Path, mountinfo: str) -> str | None:
+    """The type of the file system that holds `path`, by the text of Linux's /proc/self/mountinfo; None: unknown."""
+    best: tuple[int, str] | None = None
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields = before.split()
+        if len(fields) < 5 or not after:
+            continue
+        mounted = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields[4]))
+        if path.is_relative_to(mounted) and (best is None or len(mounted.parts) >= best[0]):
+            best = (len(mounted.parts), after.split()[0])
+    return None if best is None else best[1]
 
 
 def _tune_sqlite(engine: sa.Engine, path: Path, foreign_keys: bool) -> None:
@@ -176,8 +249,21 @@ _SQLITE_HINTS = {
 }
 
 
+# A unique key is taken: SQLite's names, PostgreSQL's SQLSTATE, Oracle's ORA-00001.
+_UNIQUE = {"SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY", "23505", "ORA-00001"}
+
+
+def _code(error: sa.exc.DBAPIError) -> str:
+    """The driver's own code for an error, as the driver spells it."""
+    original = error.orig
+    for name in ("sqlite_errorname", "sqlstate"):
+        if found := getattr(original, name, None):
+            return str(found)
+    first = original.args[0] if original is not None and original.args else None
+    return str(getattr(first, "full_code", "") or "")
+
+
 def _reason(error: sa.exc.DBAPIError) -> str:
-    first = (str(error.orig).splitlines() or ["no message"])[0]
-    code = str(getattr(error.orig, "sqlite_errorname", "") or getattr(error.orig, "sqlstate", "") or "")
+    first, code = (str(error.orig).splitlines() or ["no message"])[0], _code(error)
     hint = next((h for name, h in _SQLITE_HINTS.items() if code.startswith(name)), "")
-    return f"{first}{f' [{code}]' if code else ''}{f': {hint}' if hint else ''}"
+    return f"{first}{f' [{code}]' if code and code not in first else ''}{f': {hint}' if hint else ''}"

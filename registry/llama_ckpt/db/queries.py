@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from llama_ckpt.db.tables import gc_run, gc_run_item, llama_model, registry_info, registry_lease
+from llama_ckpt.db.tables import checkpoint_prefix, llama_model, registry_info
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.types import now_us
+from llama_ckpt.errors import Conflict
 from llama_ckpt.fingerprint import active_key, fingerprint
 from llama_ckpt.values import (
     Checkpoint,
-    GcItem,
-    GcRun,
     MemoryKind,
     ModelDimensions,
     ModelStats,
@@ -30,8 +29,19 @@ from llama_ckpt.values import (
 )
 
 ACTIVE, STALE = Status.ACTIVE.value, Status.STALE.value
-_BATCH = 500  # Oracle refuses IN lists over 1,000
+_BATCH = 500
+T = TypeVar("T")
 _COLUMNS = [c for c in meta.c if c.name != "active_key"]
+
+
+def batches(values: Sequence[T]) -> Iterator[list[T]]:
+    """`values` in lists for IN: at most 500 (Oracle refuses over 1,000), and of few lengths, by repeating the last value:
+    each length is a statement of its own that the database must parse.
+    """
+    for i in range(0, len(values), _BATCH):
+        some = list(values[i : i + _BATCH])
+        length = next(n for n in (1, 16, 128, _BATCH) if n >= len(some))
+        yield some + [some[-1]] * (length - len(some))
 
 
 def clock_us(db: sa.Connection) -> int:
@@ -102,11 +112,9 @@ def find_active(db: sa.Connection, digest: bytes, of_input: bytes) -> Checkpoint
     return None if row is None else _checkpoint(row)
 
 
-def find_by_input(db: sa.Connection, of_input: bytes, digests: Sequence[bytes] | None = None) -> list[Checkpoint]:
-    """The ACTIVE, unexpired rows of this input under any fingerprint, or these; last used first, at most 500."""
+def find_by_input(db: sa.Connection, of_input: bytes) -> list[Checkpoint]:
+    """The ACTIVE, unexpired rows of this input under any fingerprint; last used first, at most 500."""
     query = sa.select(*_COLUMNS).where(meta.c.input_hash == of_input, meta.c.status == ACTIVE, _unexpired())
-    if digests is not None:
-        query = query.where(meta.c.fingerprint.in_(digests[:_BATCH]))
     rows = db.execute(query.order_by(meta.c.last_used_us.desc(), meta.c.ckpt_no.desc()).limit(_BATCH))
     return [_checkpoint(row) for row in rows]
 
@@ -117,19 +125,22 @@ def _unexpired() -> sa.ColumnElement[bool]:
 
 def expire_due(db: sa.Connection, digest: bytes, of_input: bytes) -> None:
     """Makes the ACTIVE row of this fingerprint and input STALE if its time is over, so that its key is free."""
-    _mark(
-        db,
-        [meta.c.active_key == active_key(digest, of_input), meta.c.expires_us <= now_us()],
-        StaleReason.EXPIRED,
-    )
+    due = [meta.c.active_key == active_key(digest, of_input), meta.c.expires_us <= now_us()]
+    row = db.execute(sa.select(*_COLUMNS).where(*due)).one_or_none()
+    if row is not None:
+        mark_stale(db, _checkpoint(row), StaleReason.EXPIRED)
 
 
 def insert_checkpoint(db: sa.Connection, new: NewCheckpoint) -> Checkpoint:
-    """Adds an ACTIVE row and gives it back, with its number and times.
+    """Adds an ACTIVE row and gives it back, with its number and times. A delta's parent is touched by it, so that whoever
+    is about to mark the parent sees that it is needed.
 
     Raises:
         sqlalchemy IntegrityError: there is one for this fingerprint and input.
+        Conflict: the parent is not ACTIVE any more.
     """
+    if new.parent_no is not None and not _touch_active(db, new.parent_no):
+        raise Conflict(what=f"the parent of checkpoint {new.id} went STALE")
     expires = None if new.expires_in_s is None else now_us() + int(new.expires_in_s * 1_000_000)
     db.execute(
         sa.insert(meta).values(
@@ -152,9 +163,18 @@ def insert_checkpoint(db: sa.Connection, new: NewCheckpoint) -> Checkpoint:
             expires_us=expires,
             pinned=0,
             label=new.label,
+            start_token=new.start_token,
+            parent_no=new.parent_no,
         )
     )
     return _checkpoint(db.execute(sa.select(*_COLUMNS).where(meta.c.id == new.id)).one())
+
+
+def _touch_active(db: sa.Connection, ckpt_no: int) -> bool:
+    """Locks an ACTIVE row by changing its time of last use, always by at least 1; False when it is STALE."""
+    later = sa.case((meta.c.last_used_us < now_us(), now_us()), else_=meta.c.last_used_us + 1)
+    active = [meta.c.ckpt_no == ckpt_no, meta.c.status == ACTIVE]
+    return db.execute(sa.update(meta).where(*active).values(last_used_us=later)).rowcount == 1
 
 
 def get(db: sa.Connection, checkpoint_id: str) -> Checkpoint | None:
@@ -204,8 +224,8 @@ def scan(db: sa.Connection, status: Status | None = None) -> Iterator[Checkpoint
 def known_paths(db: sa.Connection, paths: Sequence[str]) -> set[str]:
     """Those of `paths` that a row names."""
     known: set[str] = set()
-    for i in range(0, len(paths), _BATCH):
-        known.update(db.scalars(sa.select(meta.c.file_path).where(meta.c.file_path.in_(paths[i : i + _BATCH]))))
+    for some in batches(paths):
+        known.update(db.scalars(sa.select(meta.c.file_path).where(meta.c.file_path.in_(some))))
     return known
 
 
@@ -236,18 +256,51 @@ def record_hit(db: sa.Connection, row: Checkpoint) -> None:
 
 
 def mark_stale(db: sa.Connection, row: Checkpoint, reason: StaleReason) -> bool:
-    """Makes an ACTIVE row STALE; False when it is STALE already."""
-    return _mark(db, [meta.c.ckpt_no == row.ckpt_no], reason) == 1
+    """Makes an ACTIVE row STALE, and with it every delta that needs it; False when it is STALE already."""
+    if not _mark(db, [meta.c.ckpt_no == row.ckpt_no], reason):
+        return False
+    _mark_descendants(db, [row.ckpt_no], reason)
+    return True
 
 
 def mark_stale_untouched(db: sa.Connection, row: Checkpoint, reason: StaleReason) -> bool:
-    """Makes a row STALE only if nothing happened to it since it was read: no use, no pin, no lease."""
-    return _mark(db, _untouched(row), reason) == 1
+    """Makes a row STALE only if nothing happened to it since it was read: no use, no pin, no lease, no delta that needs it."""
+    if not _mark(db, [*_untouched(row), _childless(row)], reason):
+        return False
+    _unlink(db, [row.ckpt_no])
+    return True
 
 
 def mark_model_stale(db: sa.Connection, digest: bytes, reason: StaleReason) -> int:
-    """Makes all ACTIVE rows of a fingerprint STALE."""
-    return _mark(db, [meta.c.fingerprint == digest], reason)
+    """Makes all ACTIVE rows of a fingerprint STALE. Deltas and their parents are of one fingerprint."""
+    marked = _mark(db, [meta.c.fingerprint == digest], reason)
+    stale = sa.select(meta.c.ckpt_no).where(meta.c.fingerprint == digest, meta.c.status == STALE)
+    db.execute(sa.delete(checkpoint_prefix).where(checkpoint_prefix.c.ckpt_no.in_(stale)))
+    return marked
+
+
+def has_active_child(db: sa.Connection, row: Checkpoint) -> bool:
+    """Whether an ACTIVE delta needs this row."""
+    needing = sa.select(meta.c.ckpt_no).where(meta.c.parent_no == row.ckpt_no, meta.c.status == ACTIVE)
+    return db.execute(needing.limit(1)).first() is not None
+
+
+def _childless(row: Checkpoint) -> sa.ColumnElement[bool]:
+    child = meta.alias("child")
+    return ~sa.exists(sa.select(child.c.ckpt_no).where(child.c.parent_no == row.ckpt_no, child.c.status == ACTIVE))
+
+
+def _mark_descendants(db: sa.Connection, parents: Sequence[int], reason: StaleReason) -> None:
+    """Level by level: each statement sees what was committed before it, so a child added meanwhile is taken too."""
+    while parents:
+        _unlink(db, parents)
+        children: list[int] = []
+        for some in batches(parents):
+            needing = [meta.c.parent_no.in_(some), meta.c.status == ACTIVE]
+            children += db.scalars(sa.select(meta.c.ckpt_no).where(*needing).order_by(meta.c.ckpt_no))
+        for some in batches(children):
+            _mark(db, [meta.c.ckpt_no.in_(some)], reason)
+        parents = children
 
 
 def _mark(db: sa.Connection, which: Sequence[sa.ColumnElement[bool]], reason: StaleReason) -> int:
@@ -255,9 +308,19 @@ def _mark(db: sa.Connection, which: Sequence[sa.ColumnElement[bool]], reason: St
     return db.execute(sa.update(meta).where(meta.c.status == ACTIVE, *which).values(**values)).rowcount
 
 
+def _unlink(db: sa.Connection, ckpt_nos: Sequence[int]) -> None:
+    """Takes the prefix links of rows that went STALE; in the transaction of the mark, so that a link always leads to an
+    ACTIVE row.
+    """
+    for some in batches(ckpt_nos):
+        db.execute(sa.delete(checkpoint_prefix).where(checkpoint_prefix.c.ckpt_no.in_(some)))
+
+
 def delete_untouched(db: sa.Connection, row: Checkpoint) -> bool:
-    """Deletes a STALE row only if nothing happened to it since it was read."""
-    return db.execute(sa.delete(meta).where(meta.c.status == STALE, *_untouched(row))).rowcount == 1
+    """Deletes a STALE row only if nothing happened to it since it was read, and no delta's row names it any more."""
+    child = meta.alias("child")
+    named = sa.exists(sa.select(child.c.ckpt_no).where(child.c.parent_no == row.ckpt_no))
+    return db.execute(sa.delete(meta).where(meta.c.status == STALE, ~named, *_untouched(row))).rowcount == 1
 
 
 def _untouched(row: Checkpoint) -> list[sa.ColumnElement[bool]]:
@@ -295,7 +358,7 @@ def stats(db: sa.Connection) -> Stats:
         meta.c.fingerprint,
         meta.c.status,
         sa.func.count().label("n"),
-        sa.func.sum(meta.c.file_size).label("size"),
+        sa.func.sum(meta.c.file_size).label("n_bytes"),
         sa.func.sum(meta.c.n_tokens).label("n_tokens"),
         sa.func.sum(meta.c.hit_count).label("hits"),
         sa.func.sum(meta.c.hit_count * sa.func.coalesce(meta.c.prefill_ms, 0)).label("spared"),
@@ -305,8 +368,8 @@ def stats(db: sa.Connection) -> Stats:
     return Stats(
         n_active=sum(int(r.n) for r in active),
         n_stale=sum(int(r.n) for r in stale),
-        active_bytes=sum(int(r.size) for r in active),
-        stale_bytes=sum(int(r.size) for r in stale),
+        active_bytes=sum(int(r.n_bytes) for r in active),
+        stale_bytes=sum(int(r.n_bytes) for r in stale),
         n_tokens=sum(int(r.n_tokens) for r in active),
         hit_count=sum(int(r.hits) for r in rows),
         spared_ms=sum(int(r.spared) for r in rows),
@@ -315,92 +378,13 @@ def stats(db: sa.Connection) -> Stats:
                 model_name=r.model_name,
                 fingerprint=r.fingerprint,
                 n_active=int(r.n),
-                active_bytes=int(r.size),
+                active_bytes=int(r.n_bytes),
                 n_tokens=int(r.n_tokens),
                 hit_count=int(r.hits),
             )
             for r in active
         ),
     )
-
-
-# -- the collector's own ---------------------------------------------------------------------------------------------
-
-
-def take_lease(db: sa.Connection, name: str, holder: str, seconds: float) -> int | None:
-    """Takes or renews a named lease and gives its fence, a number that grows with every change of hands; None: held."""
-    mine = sa.or_(
-        registry_lease.c.holder == holder,
-        registry_lease.c.holder.is_(None),
-        registry_lease.c.expires_us < now_us(),
-    )
-    changed = db.execute(
-        sa.update(registry_lease)
-        .where(registry_lease.c.name == name, mine)
-        .values(holder=holder, fence=registry_lease.c.fence + 1, expires_us=now_us() + int(seconds * 1_000_000))
-    )
-    if changed.rowcount != 1:
-        return None
-    return int(db.execute(sa.select(registry_lease.c.fence).where(registry_lease.c.name == name)).scalar_one())
-
-
-def renew_lease(db: sa.Connection, name: str, fence: int, seconds: float) -> bool:
-    """Puts off the expiry of a lease that is still ours; False when someone took it."""
-    held = [registry_lease.c.name == name, registry_lease.c.fence == fence]
-    until = now_us() + int(seconds * 1_000_000)
-    return db.execute(sa.update(registry_lease).where(*held).values(expires_us=until)).rowcount == 1
-
-
-def drop_lease(db: sa.Connection, name: str, fence: int) -> None:
-    """Gives a lease back, if it is still ours."""
-    held = [registry_lease.c.name == name, registry_lease.c.fence == fence]
-    db.execute(sa.update(registry_lease).where(*held).values(holder=None, expires_us=0))
-
-
-def lease_holder(db: sa.Connection, name: str) -> tuple[str, int]:
-    """Who holds a lease, and for how many seconds yet."""
-    left = (registry_lease.c.expires_us - now_us()).label("left")
-    row = db.execute(sa.select(registry_lease.c.holder, left).where(registry_lease.c.name == name)).one()
-    return str(row.holder), max(0, int(row.left) // 1_000_000 + 1)
-
-
-def start_run(db: sa.Connection, kind: str, host: str) -> int:
-    """Opens a run's record and gives its number."""
-    made = db.execute(
-        sa.insert(gc_run).values(kind=kind, host=host, started_us=now_us(), n_items=0, n_failed=0, freed_bytes=0)
-    )
-    assert made.inserted_primary_key is not None  # noqa: S101 - narrows the type
-    return int(made.inserted_primary_key[0])
-
-
-def add_run_items(db: sa.Connection, run_no: int, first: int, done: Sequence[tuple[GcItem, str]]) -> None:
-    """Records what was done with each item."""
-    rows = [
-        {
-            "run_no": run_no,
-            "item_no": first + i,
-            "kind": item.kind.value,
-            "file_path": item.path[:400],
-            "reason": item.reason[:400],
-            "result": result[:400],
-            "size_bytes": item.size_bytes,
-        }
-        for i, (item, result) in enumerate(done)
-    ]
-    if rows:
-        db.execute(sa.insert(gc_run_item), rows)
-
-
-def end_run(db: sa.Connection, run_no: int, *, n_items: int, n_failed: int, freed_bytes: int) -> None:
-    """Closes a run's record."""
-    values = {"ended_us": now_us(), "n_items": n_items, "n_failed": n_failed, "freed_bytes": freed_bytes}
-    db.execute(sa.update(gc_run).where(gc_run.c.run_no == run_no).values(**values))
-
-
-def runs(db: sa.Connection, at_most: int) -> list[GcRun]:
-    """The last runs, newest first."""
-    rows = db.execute(sa.select(gc_run).order_by(gc_run.c.run_no.desc()).limit(at_most))
-    return [GcRun(**dict(row._mapping)) for row in rows]
 
 
 def count_rows(db: sa.Connection) -> int:

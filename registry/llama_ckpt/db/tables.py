@@ -15,9 +15,10 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    text,
 )
 
-from llama_ckpt.db.types import Digest, Serial
+from llama_ckpt.db.types import Digest, PrefixHash, Serial
 
 VERSION_TABLE = "llama_ckpt_schema"
 
@@ -78,6 +79,14 @@ llama_checkpoint_meta = Table(
     Column("verified_us", BigInteger, nullable=True),
     Column("pinned", SmallInteger, nullable=False),
     Column("label", String(200), nullable=True),
+    Column("start_token", Integer, nullable=False, server_default=text("0")),
+    # No ON DELETE: the database refuses to take a parent away from a row that needs it.
+    Column(
+        "parent_no",
+        Serial,
+        ForeignKey("llama_checkpoint_meta.ckpt_no", name="fk_llama_ckpt_meta_parent"),
+        nullable=True,
+    ),
     CheckConstraint("status IN ('ACTIVE', 'STALE')", name="llama_ckpt_meta_status"),
     CheckConstraint("pinned IN (0, 1)", name="llama_ckpt_meta_pinned"),
     # At most one ACTIVE row per (fingerprint, input hash), in a form all three databases and batch migrations keep.
@@ -86,12 +95,46 @@ llama_checkpoint_meta = Table(
         " OR (status = 'STALE' AND active_key IS NULL AND stale_reason IS NOT NULL)",
         name="llama_ckpt_meta_active",
     ),
+    CheckConstraint(
+        "(parent_no IS NULL AND start_token = 0) OR (parent_no IS NOT NULL AND start_token > 0)",
+        name="llama_ckpt_meta_delta",
+    ),
     Index("uq_llama_ckpt_meta_id", "id", unique=True),
     Index("uq_llama_ckpt_meta_active", "active_key", unique=True),
     Index("uq_llama_ckpt_meta_path", "file_path", unique=True),
     Index("ix_llama_ckpt_meta_input", "input_hash"),
     Index("ix_llama_ckpt_meta_model", "fingerprint"),
     Index("ix_llama_ckpt_meta_gc", "status", "last_used_us"),
+    Index("ix_llama_ckpt_meta_parent", "parent_no"),
+)
+
+# One row per block of token ids that a checkpoint's own file covers, while it is ACTIVE. The key's order makes the smallest file
+# that holds a prefix the first entry of its index. The chain is seeded with the fingerprint, so no model stands here.
+checkpoint_prefix = Table(
+    "checkpoint_prefix",
+    metadata,
+    Column("prefix_hash", PrefixHash, primary_key=True),
+    Column("file_tokens", Integer, primary_key=True, autoincrement=False),
+    Column(
+        "ckpt_no",
+        BigInteger,
+        ForeignKey("llama_checkpoint_meta.ckpt_no", name="fk_checkpoint_prefix_ckpt", ondelete="CASCADE"),
+        primary_key=True,
+        autoincrement=False,
+    ),
+    Column("n_tokens", Integer, nullable=False),
+    Index("ix_checkpoint_prefix_ckpt", "ckpt_no"),
+    sqlite_with_rowid=False,
+)
+
+# Who computes what, so that others wait instead of computing it too; and the bytes it will take.
+save_claim = Table(
+    "save_claim",
+    metadata,
+    Column("claim_key", Digest, primary_key=True),
+    Column("holder", String(120), nullable=False),
+    Column("reserved_bytes", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False),
 )
 
 gc_run = Table(

@@ -12,6 +12,8 @@ from sqlalchemy.sql.functions import FunctionElement
 
 # LargeBinary alone is BLOB on Oracle, which cannot be a key (ORA-02327).
 Digest = LargeBinary(32).with_variant(oracle.RAW(32), "oracle")
+# A prefix hash is kept to 16 bytes: a million checkpoints have some ten million of them.
+PrefixHash = LargeBinary(16).with_variant(oracle.RAW(16), "oracle")
 # BigInteger is not the rowid on SQLite, and so would not count up by itself.
 Serial = BigInteger().with_variant(Integer(), "sqlite")
 
@@ -36,3 +38,12 @@ def _now_us_sqlite(_element: now_us, _compiler: SQLCompiler, **_kw: Any) -> str:
 @compiles(now_us, "postgresql")
 def _now_us_postgresql(_element: now_us, _compiler: SQLCompiler, **_kw: Any) -> str:
     return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS BIGINT)"
+
+
+@compiles(now_us, "oracle")
+def _now_us_oracle(_element: now_us, _compiler: SQLCompiler, **_kw: Any) -> str:
+    # SYSTIMESTAMP has one value in a statement, however often it stands there.
+    since = "(SYS_EXTRACT_UTC(SYSTIMESTAMP) - TIMESTAMP '1970-01-01 00:00:00')"
+    parts = (("DAY", 86_400_000_000), ("HOUR", 3_600_000_000), ("MINUTE", 60_000_000))
+    whole = " + ".join(f"EXTRACT({part} FROM {since}) * {us}" for part, us in parts)
+    return f"({whole} + ROUND(EXTRACT(SECOND FROM {since}) * 1000000))"
