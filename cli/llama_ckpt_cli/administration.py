@@ -48,7 +48,10 @@ def config(session: Session) -> None:
 def upgrade(session: Session) -> None:
     """Create the schema or bring it to this version."""
     from llama_ckpt.db import migrate
+    from llama_ckpt.files import Store
 
+    if not session.value("database_url"):
+        Store(session.root).create()
     database = _database(session)
     before = migrate.upgrade(database)
     value = {"before": before, "now": migrate.HEAD, "database": database.shown_url}
@@ -77,9 +80,11 @@ def downgrade(
 def check(session: Session) -> None:
     """Compare the database's schema with the one this version expects. Changes nothing. Exit code 12: they differ."""
     from llama_ckpt.db import migrate
-    from llama_ckpt.errors import VerifyFailed
+    from llama_ckpt.errors import NotFound, VerifyFailed
 
     database = _database(session)
+    if not database.exists():
+        raise NotFound(what="database", name=database.shown_url, hint="llama-ckpt db upgrade makes it.")
     found = migrate.check(database)
 
     def human() -> None:
@@ -111,7 +116,7 @@ def current(session: Session) -> None:
     from llama_ckpt.db import migrate
 
     database = _database(session)
-    found = migrate.current(database)
+    found = migrate.current(database) if database.exists() else None
     value = {"current": found, "head": migrate.HEAD, "database": database.shown_url}
     line = f"{database.shown_url}: schema {found or 'none'}, this version makes {migrate.HEAD}"
     session.out.result(value, lambda: session.out.line(line), [found or "none"])
@@ -119,8 +124,5 @@ def current(session: Session) -> None:
 
 def _database(session: Session) -> Database:
     from llama_ckpt.db.connect import Database
-    from llama_ckpt.files import Store
 
-    if not session.value("database_url"):
-        Store(session.root).create()
     return Database(session.database_url, session.database_password)

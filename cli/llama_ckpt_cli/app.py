@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import typer
 from llama_ckpt import __version__
 from llama_ckpt.errors import LlamaCkptError
 from llama_ckpt_cli import administration, checkpoints, demo, inspection, maintenance
+from llama_ckpt_cli.output import printable
 
 app = typer.Typer(
     name="llama-ckpt",
@@ -43,6 +45,9 @@ for module in (demo, checkpoints, inspection, maintenance, administration):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and gives its exit code. LLAMA_CKPT_DEBUG=1 shows the traceback of an error."""
+    for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding cannot say is spelt out
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(args=None if arguments is None else list(arguments), prog_name="llama-ckpt")
     except SystemExit as end:
@@ -50,15 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LlamaCkptError as error:
         if os.environ.get("LLAMA_CKPT_DEBUG"):
             raise
-        sys.stderr.write(f"llama-ckpt: {error}\n")
+        sys.stderr.write(f"llama-ckpt: {printable(str(error))}\n")
         return error.exit_code
-    except BrokenPipeError:  # whoever read us has enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as error:
         if os.environ.get("LLAMA_CKPT_DEBUG"):
             raise
-        sys.stderr.write(f"llama-ckpt: internal error: {type(error).__name__}: {error}\n")
+        sys.stderr.write(f"llama-ckpt: internal error: {type(error).__name__}: {printable(str(error))}\n")
         sys.stderr.write("This should not happen. Set LLAMA_CKPT_DEBUG=1 for the traceback, and report it.\n")
         return 1
     return 0

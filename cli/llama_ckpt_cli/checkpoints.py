@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llama_ckpt_cli.inputs import ContextSize, FlashAttention, Gguf, KvType, Text, TextFile, Threads
-from llama_ckpt_cli.output import printable, size, span, when
+from llama_ckpt_cli.output import size, span, when
 from llama_ckpt_cli.session import Session, command
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def warm(
 ) -> None:
     """Restore an input's checkpoint, or evaluate the input and save it. Saves each input once."""
     from llama_ckpt.config import seconds
+    from llama_ckpt.values import Outcome
     from llama_ckpt_cli.inputs import input_text, load_engine
 
     given = input_text(text, text_file)
@@ -56,7 +57,8 @@ def warm(
         engine = load_engine(session.out, model, n_ctx=n_ctx, flash_attn=flash_attn, kv_type=kv_type, threads=threads)
         with session.out.progress("evaluating") as progress:
             result = registry.warm(engine, given, label=label, expires_in_s=expires_in_s, progress=progress)
-    checkpoint = result.save.checkpoint if result.save else result.restore.checkpoint
+    restored = result.restore.checkpoint if result.restore.outcome is Outcome.HIT else None
+    checkpoint = result.save.checkpoint if result.save else restored
     session.out.result(
         result, lambda: _tell_warm(session.out, result, checkpoint), [checkpoint.id] if checkpoint else []
     )
@@ -65,7 +67,7 @@ def warm(
 
 
 def _tell_warm(out: Output, result: WarmResult, checkpoint: Checkpoint | None) -> None:
-    save, restored = result.save, result.n_restored > 0 or (result.save is None and result.problem is None)
+    save, restored = result.save, result.restore.outcome == "hit"
     out.fields(
         {
             "outcome": "restored" if restored else "evaluated" + (f", {save.outcome}" if save else ", not saved"),
@@ -110,14 +112,14 @@ def _tell_match(out: Output, found: MatchResult) -> None:
         c = found.checkpoint
         pairs |= {
             "checkpoint": c.id,
-            "model": printable(c.model_name),
+            "model": c.model_name,
             "tokens reusable": f"{found.n_reusable} of {c.n_tokens}",
             "file": f"{c.file_path} ({size(c.file_size)})",
             "saved": when(c.created_us),
             "hits": str(c.hit_count),
         }
     elif found.nearest is not None:
-        pairs["nearest"] = f"{found.nearest.id} ({printable(found.nearest.model_name)})"
+        pairs["nearest"] = f"{found.nearest.id} ({found.nearest.model_name})"
     out.fields(pairs)
 
 
@@ -164,7 +166,7 @@ def show(session: Session, checkpoint_id: Annotated[str, typer.Argument(help="An
     pairs = {
         "id": c.id,
         "status": c.status.value + (f": {c.stale_reason}, {when(c.stale_us)}" if c.stale_reason else ""),
-        "model": printable(c.model_name),
+        "model": c.model_name,
         "input SHA-256": c.input_hash.hex(),
         "tokens": f"{c.n_tokens} ({c.memory_kind} memory)",
         "file": f"{path} ({size(c.file_size)})",
@@ -178,7 +180,7 @@ def show(session: Session, checkpoint_id: Annotated[str, typer.Argument(help="An
         "hits": c.hit_count,
         "evaluation took": span(c.prefill_ms / 1000) if c.prefill_ms is not None else None,
         "pinned": "yes" if c.pinned else "no",
-        "label": printable(c.label) if c.label else None,
+        "label": c.label,
     }
     session.out.result(c, lambda: session.out.fields(pairs), [c.file_path])
 

@@ -36,7 +36,7 @@ def demo(
     model: Annotated[
         Path | None, typer.Option("--model", "-m", help="A GGUF; default: SmolLM2 from the extra 'demo'.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=64, max=100_000, help="Tokens of the prompt, about.")] = 1500,
+    n_tokens: Annotated[int, typer.Option("--tokens", min=64, max=100_000, help="Tokens of the prompt, about.")] = 1500,
 ) -> None:
     """Save, find, restore, damage and collect checkpoints of a real model in a temporary registry, and check each step."""
     from llama_ckpt.engine.llamacpp import LlamaCppEngine
@@ -49,8 +49,8 @@ def demo(
     ):
         session.out.note(f"loading {path.name}")
         with session.out.progress(f"SHA-256 of {path.name}") as progress:
-            engine = LlamaCppEngine.from_path(path, n_ctx=tokens + 256, progress=progress)
-        story = Story(session.out, registry, engine, path, prompt_of(engine, tokens))
+            engine = LlamaCppEngine.from_path(path, n_ctx=n_tokens + 256, progress=progress)
+        story = Story(session.out, registry, engine, path, prompt_of(engine, n_tokens))
         story.save_once()
         story.restore_elsewhere()
         story.read_padded()

@@ -32,7 +32,8 @@ def input_bytes(text: str | None, text_file: str | None) -> bytes:
     from llama_ckpt.errors import BadInput
 
     if (text is None) == (text_file is None):
-        raise BadInput(what="input", value=text_file or text, reason="give one of --text and --text-file")
+        given = "neither" if text is None else "both"
+        raise BadInput(what="input", value=given, reason="give one of --text and --text-file")
     if text is not None:
         return text.encode(errors="surrogateescape")
     if text_file == "-":
@@ -90,7 +91,11 @@ def weights_of(model: str, out: Output) -> bytes | None:
     from llama_ckpt.errors import BadInput
 
     path = Path(model)
-    if not path.is_file():
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError):  # longer than a file's name can be, or with a NUL
+        is_file = False
+    if not is_file:
         if path.suffix == ".gguf":
             raise BadInput(what="model", value=model, reason="there is no such file")
         return None
@@ -120,6 +125,8 @@ def load_engine(
     types = {name: number for number, (name, _, _) in GGML_TYPES.items()}
     if kv_type not in types:
         raise BadInput(what="KV type", value=kv_type, reason=f"known are {', '.join(types)}")
+    if kv_type not in ("f16", "f32", "bf16") and not flash_attn:
+        raise BadInput(what="KV type", value=kv_type, reason="a quantised V needs --flash-attn")
     options: dict[str, Any] = {
         "n_ctx": n_ctx,
         "flash_attn": flash_attn,

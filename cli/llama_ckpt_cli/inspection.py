@@ -11,7 +11,9 @@ from llama_ckpt_cli.output import count, size, when
 from llama_ckpt_cli.session import Session, command
 
 if TYPE_CHECKING:
-    from llama_ckpt.values import Check
+    from collections.abc import Sequence
+
+    from llama_ckpt.values import Check, Finding
 
 
 def add_to(app: typer.Typer) -> None:
@@ -116,7 +118,7 @@ def verify(
         raise BadInput(what="verify", value=what or "nothing", reason="name a checkpoint's id or a file, or say --all")
     if what is None:
         return _verify_all(session)
-    if Path(what).exists():
+    if _is_there(what):
         registry = session.existing_registry()
         return _report(session, [(what, file_checks(Path(what), registry.database if registry else None))])
     from llama_ckpt.verify import Verifier
@@ -124,6 +126,13 @@ def verify(
     with session.registry() as registry:
         row = registry.get(what)
         return _report(session, [(row.id, Verifier(registry.database, registry.store).checkpoint(row))])
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):  # longer than a file's name can be, or with a NUL
+        return False
 
 
 def _verify_all(session: Session) -> None:
@@ -138,14 +147,14 @@ def _verify_all(session: Session) -> None:
                 checked.append((row.id, checks))
                 progress(len(checked), total)
         ghosts = list(verifier.ghosts())
+    advice = {"foreign": "left alone by gc"}
     for ghost in ghosts:
-        session.out.note(
-            f"{ghost.kind}: {ghost.path}: {ghost.detail} ({size(ghost.size_bytes)}); gc collects it after the grace"
-        )
-    _report(session, checked)
+        what = f"{ghost.kind}: {ghost.path}: {ghost.detail} ({size(ghost.size_bytes)})"
+        session.out.note(f"{what}; {advice.get(ghost.kind, 'gc collects it after the grace')}")
+    _report(session, checked, ghosts)
 
 
-def _report(session: Session, checked: list[tuple[str, list[Check]]]) -> None:
+def _report(session: Session, checked: list[tuple[str, list[Check]]], ghosts: Sequence[Finding] = ()) -> None:
     from llama_ckpt.errors import VerifyFailed
     from llama_ckpt.verify import all_ok
 
@@ -158,6 +167,6 @@ def _report(session: Session, checked: list[tuple[str, list[Check]]]) -> None:
         if len(checked) != 1:
             session.out.line(f"{len(checked) - len(failed)} of {count(len(checked), 'checkpoint')} verified")
 
-    session.out.result(dict(checked), human, failed)
+    session.out.result({"checkpoints": dict(checked), "ghosts": list(ghosts)}, human, failed)
     if failed:
         raise VerifyFailed(n_failed=len(failed), n_checked=len(checked))

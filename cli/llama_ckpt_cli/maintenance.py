@@ -44,17 +44,23 @@ def prune(
         verdicts = collector.plan_prune(policy)
         if dry_run or not verdicts:
             return _tell_prune(session, verdicts, "would be marked STALE")
+        if session.out.human and not yes:
+            _show_prune(session, verdicts)
         confirm(session.out, f"mark {count(len(verdicts), 'checkpoint')} STALE?", yes=yes)
         return _tell_prune(session, collector.prune(verdicts), "marked STALE")
 
 
-def _tell_prune(session: Session, verdicts: list[Verdict], done: str) -> None:
+def _show_prune(session: Session, verdicts: list[Verdict]) -> None:
     rows = [[v.checkpoint.id[:12], v.checkpoint.model_name, size(v.checkpoint.file_size), v.rule] for v in verdicts]
+    if rows:
+        session.out.table(["id", "model", "size", "rule"], rows, right=["size"])
+
+
+def _tell_prune(session: Session, verdicts: list[Verdict], done: str) -> None:
     total = size(sum(v.checkpoint.file_size for v in verdicts))
 
     def human() -> None:
-        if rows:
-            session.out.table(["id", "model", "size", "rule"], rows, right=["size"])
+        _show_prune(session, verdicts)
         session.out.line(f"{count(len(verdicts), 'checkpoint')} {done} ({total})")
 
     session.out.result(verdicts, human, [v.checkpoint.id for v in verdicts])
@@ -84,7 +90,8 @@ def gc(
         if dry_run:
             return session.out.result(plan, lambda: _tell_plan(session, plan), [item.path for item in plan.items])
         if plan.items and not yes:
-            _tell_plan(session, plan)
+            if session.out.human:
+                _tell_plan(session, plan)
             confirm(session.out, f"free {size(plan.size_bytes)}?", yes=False)
         report = collector.run(plan)
     session.out.result(report, lambda: _tell_report(session, report), [str(report.freed_bytes)])

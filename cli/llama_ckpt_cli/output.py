@@ -20,6 +20,11 @@ class Output:
         self.as_json = as_json
         self.quiet = quiet
 
+    @property
+    def human(self) -> bool:
+        """Whether results are for a person to read."""
+        return not self.as_json and not self.quiet
+
     def result(self, value: Any, human: Callable[[], None], bare: Sequence[str] = ()) -> None:
         """Prints a result once: `value` as JSON, or what `human` prints, or the lines `bare` for --quiet."""
         if self.as_json:
@@ -32,32 +37,32 @@ class Output:
         sys.stdout.flush()
 
     def line(self, text: str) -> None:
-        """One line on stdout; what its encoding cannot say (a file name that is no text) is spelt out."""
-        encoding = sys.stdout.encoding or "utf-8"
-        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        """A line of a result on stdout, or several."""
+        sys.stdout.write("\n".join(map(printable, text.split("\n"))) + "\n")
 
     def note(self, text: str) -> None:
         """Something worth knowing that is no result."""
         if not self.quiet:
-            sys.stderr.write(text + "\n")
+            sys.stderr.write(printable(text) + "\n")
 
     def fields(self, pairs: Mapping[str, Any]) -> None:
         """Names and values, one a line."""
         width = max(map(len, pairs), default=0)
         for name, value in pairs.items():
-            self.line(f"{name:<{width}}  {'-' if value is None else value}")
+            self.line(f"{name:<{width}}  {'-' if value is None else printable(str(value))}")
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
         """A table; as wide as the terminal, and uncut where stdout is no terminal."""
         from rich import box
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in columns:
             table.add_column(name, justify="right" if name in right else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(_escape(cell) for cell in row))
+            table.add_row(*(escape(printable(cell)) for cell in row))
         console = Console(file=sys.stdout, highlight=False)
         if not console.is_terminal:
             console = Console(file=sys.stdout, highlight=False, width=400, no_color=True)
@@ -78,14 +83,8 @@ class Output:
             yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(printable(text))
-
-
 def printable(text: str) -> str:
-    """`text` with control characters spelt out: a label must not steer a terminal."""
+    """`text` with control characters spelt out: what stands in a row, a file or a name must not steer a terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

@@ -56,7 +56,8 @@ class Session:
         """The store's folder."""
         from llama_ckpt.registry import default_store
 
-        return Path(self.value("store") or default_store()).absolute()
+        named = self.value("store")
+        return (Path(named).expanduser() if named else default_store()).absolute()
 
     @property
     def database_url(self) -> str:
@@ -93,11 +94,21 @@ class Session:
 
 
 def config_file() -> Path:
-    """The settings file: LLAMA_CKPT_CONFIG, or config.toml in the user's configuration folder."""
+    """The settings file: LLAMA_CKPT_CONFIG, or config.toml in the user's configuration folder.
+
+    Raises:
+        BadInput: the environment names a file that is not there.
+    """
     import platformdirs
 
+    from llama_ckpt.errors import BadInput
+
     named = os.environ.get("LLAMA_CKPT_CONFIG")
-    return Path(named) if named else platformdirs.user_config_path("llama-ckpt") / "config.toml"
+    if named is None:
+        return platformdirs.user_config_path("llama-ckpt") / "config.toml"
+    if not Path(named).is_file():
+        raise BadInput(what="LLAMA_CKPT_CONFIG", value=named, reason="there is no such file")
+    return Path(named)
 
 
 def command(app: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -158,6 +169,10 @@ def confirm(out: Output, question: str, *, yes: bool) -> None:
         raise BadInput(
             what="confirmation", value="none", reason="there is no terminal to ask on; add --yes (or --dry-run)"
         )
-    if not typer.confirm(question, err=True):
+    try:
+        agreed = typer.confirm(question, err=True)
+    except typer.Abort:  # Ctrl-C or end of input at the question
+        raise typer.Exit(130) from None
+    if not agreed:
         out.note("nothing was changed")
         raise typer.Exit(0)

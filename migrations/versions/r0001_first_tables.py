@@ -104,6 +104,7 @@ def _create_checkpoints() -> None:
         ),
         sa.ForeignKeyConstraint(["fingerprint"], ["llama_model.fingerprint"], name="fk_llama_ckpt_meta_model"),
         sa.PrimaryKeyConstraint("ckpt_no", name="pk_llama_checkpoint_meta"),
+        sqlite_autoincrement=True,
     )
     op.create_index("uq_llama_ckpt_meta_id", "llama_checkpoint_meta", ["id"], unique=True)
     op.create_index("uq_llama_ckpt_meta_active", "llama_checkpoint_meta", ["active_key"], unique=True)
@@ -125,6 +126,7 @@ def _create_runs() -> None:
         sa.Column("n_failed", sa.BigInteger(), nullable=False),
         sa.Column("freed_bytes", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("run_no", name="pk_gc_run"),
+        sqlite_autoincrement=True,
     )
     op.create_table(
         "gc_run_item",

@@ -33,7 +33,7 @@ def serial() -> sa.types.TypeEngine[int]:
 def upgrade() -> None:
     # SQLite changes a constraint by copying the table, and a view on it would be in the way.
     op.execute(sa.DDL("DROP VIEW llama_checkpoint_v"))
-    with op.batch_alter_table("llama_checkpoint_meta") as table:
+    with op.batch_alter_table("llama_checkpoint_meta", table_kwargs={"sqlite_autoincrement": True}) as table:
         table.add_column(sa.Column("start_token", sa.Integer(), server_default=sa.text("0"), nullable=False))
         table.add_column(sa.Column("parent_no", serial(), nullable=True))
         table.create_foreign_key("fk_llama_ckpt_meta_parent", "llama_checkpoint_meta", ["parent_no"], ["ckpt_no"])
@@ -73,7 +73,7 @@ def downgrade() -> None:
         " stale_us = last_used_us WHERE start_token > 0 AND status = 'ACTIVE'"
     )
     op.drop_index("ix_llama_ckpt_meta_parent", "llama_checkpoint_meta")
-    with op.batch_alter_table("llama_checkpoint_meta") as table:
+    with op.batch_alter_table("llama_checkpoint_meta", table_kwargs={"sqlite_autoincrement": True}) as table:
         table.drop_constraint(op.f("ck_llama_ckpt_meta_delta"), type_="check")
         table.drop_constraint("fk_llama_ckpt_meta_parent", type_="foreignkey")
         table.drop_column("parent_no")

@@ -39,7 +39,9 @@ DEFAULT_GHOST_GRACE_S = 3600.0
 _LEASE = "gc"
 _LEASE_S = 300.0
 _BATCH = 100
-_FULL_FOLDER = 10
+_FEW = 10  # below so many files a share says nothing
+_SHARE = 0.2
+_CLOCKS_APART_S = 300
 _S = 1_000_000
 
 T = TypeVar("T")
@@ -77,20 +79,26 @@ class Collector:
         marked: list[Verdict] = []
         with self._only_run() as fence:
             run_no = self._start("prune")
-            for batch in _batches(verdicts):
-                self._renew(fence)
-                done = []
-                with self._database.write() as db:
-                    for verdict in batch:
-                        assert verdict.stale_reason is not None  # noqa: S101 - narrows the type
-                        if queries.mark_stale_untouched(db, verdict.checkpoint, verdict.stale_reason):
-                            done.append(verdict)
-                    items = [(_item(v.checkpoint, GcKind.STALE, v.rule, 0.0), "marked") for v in done]
-                    coordination.add_run_items(db, run_no, len(marked), items)
-                    self._parts.hook("marked")
-                marked += done
-            self._end(run_no, n_items=len(marked), n_failed=0, freed_bytes=0)
+            try:
+                for batch in _batches(verdicts):
+                    self._renew(fence)
+                    marked += self._mark(run_no, batch, len(marked))
+            finally:
+                self._end(run_no, n_items=len(marked), n_failed=0, freed_bytes=0)
         return marked
+
+    def _mark(self, run_no: int, batch: Sequence[Verdict], first: int) -> list[Verdict]:
+        """One transaction: the rows of a batch that nothing happened to, and their record."""
+        done = []
+        with self._database.write() as db:
+            for verdict in batch:
+                reason = verdict.stale_reason or StaleReason.EVICTED
+                if queries.mark_stale_untouched(db, verdict.checkpoint, reason):
+                    done.append(verdict)
+            items = [(_item(v.checkpoint, GcKind.STALE, v.rule, 0.0), "marked") for v in done]
+            coordination.add_run_items(db, run_no, first, items)
+            self._parts.hook("marked")
+        return done
 
     # -- gc --------------------------------------------------------------------------------------------------------
 
@@ -117,13 +125,14 @@ class Collector:
         with self._database.read() as db:
             now_us = queries.clock_us(db)
             rows = list(queries.scan(db))
-        if force != self._parts.registry_id:
-            self._require_evidence(entries, rows)
         items = [
             *_stale_items(rows, now_us, stale_grace_s),
             *self._missing_items(rows, entries, now_us),
             *_ghost_items(entries, rows, now_us, ghost_grace_s),
         ]
+        if force != self._parts.registry_id:
+            self._require_clock(now_us)
+            self._require_evidence(entries, rows, items)
         foreign = [
             Finding(kind=FindingKind.FOREIGN, path=e.path, detail=e.detail, size_bytes=e.size_bytes)
             for e in entries
@@ -131,17 +140,29 @@ class Collector:
         ]
         return GcPlan(items=tuple(items), findings=tuple(foreign), n_files=len(entries), n_rows=len(rows))
 
-    def _require_evidence(self, entries: Sequence[Entry], rows: Sequence[Checkpoint]) -> None:
-        registry_id, root = self._parts.registry_id, self._store.root
-        owner, evidence = self._store.owner(), None
+    def _require_evidence(self, entries: Sequence[Entry], rows: Sequence[Checkpoint], items: Sequence[GcItem]) -> None:
+        registry_id, root, owner = self._parts.registry_id, self._store.root, self._store.owner()
+        ghosts = sum(item.kind in (GcKind.ORPHAN, GcKind.TEMPORARY) for item in items)
+        missing = sum(item.kind is GcKind.MISSING for item in items)
+        evidence = None
         if owner not in (None, registry_id):
             evidence = f"the store {root} belongs to registry {owner}, this database is registry {registry_id}"
         elif rows and owner is None:
             evidence = f"{len(rows)} rows name files, but {root} bears no marker of this registry: is it mounted?"
-        elif not rows and len(entries) >= _FULL_FOLDER:
+        elif not rows and len(entries) >= _FEW:
             evidence = f"the registry is empty, but {root} has {len(entries)} files: is this the right database?"
+        elif ghosts >= _FEW and ghosts > _SHARE * len(entries):
+            evidence = f"{ghosts} of {len(entries)} files would go as ghosts: is this the right database?"
+        elif missing >= _FEW and missing > _SHARE * len(rows):
+            evidence = f"the files of {missing} of {len(rows)} rows are gone: is all of {root} mounted?"
         if evidence:
             raise EvidenceRefused(evidence=evidence, registry_id=registry_id)
+
+    def _require_clock(self, now_us: int) -> None:
+        apart_s = time.time() - now_us / _S
+        if abs(apart_s) > _CLOCKS_APART_S:
+            evidence = f"this host's clock is {apart_s:+.0f} s from the database's, and files are aged by it"
+            raise EvidenceRefused(evidence=evidence, registry_id=self._parts.registry_id)
 
     def _missing_items(self, rows: Sequence[Checkpoint], entries: Sequence[Entry], now_us: int) -> Iterator[GcItem]:
         seen = {e.path for e in entries}
@@ -151,6 +172,7 @@ class Collector:
                 yield _item(row, GcKind.MISSING, "its file is gone", (now_us - row.created_us) / _S, size_bytes=0)
 
     def _is_gone(self, row: Checkpoint) -> bool:
+        """Whether nothing of ours can be under a row's path."""
         try:
             return self._store.size(row.file_path) is None
         except UnsafePath:
@@ -167,18 +189,21 @@ class Collector:
         done: list[tuple[GcItem, str]] = []
         freed = n_failed = 0
         with self._only_run() as fence:
+            self._store.claim(self._parts.registry_id)  # an unmarked store gets here by force only, or empty
             run_no = self._start("gc")
-            for batch in _batches(plan.items):
-                self._renew(fence)
-                results = [*self._take_rows(batch)]
-                self._parts.hook("rows deleted")
-                outcomes = [self._finish(item, result) for item, result in results]
-                with self._database.write() as db:
-                    coordination.add_run_items(db, run_no, len(done), [(i, r) for i, r, _ in outcomes])
-                done += [(item, result) for item, result, _ in outcomes]
-                freed += sum(size for _, _, size in outcomes)
-                n_failed += sum(result.startswith("failed") for _, result, _ in outcomes)
-            self._end(run_no, n_items=len(done), n_failed=n_failed, freed_bytes=freed)
+            try:
+                for batch in _batches(plan.items):
+                    self._renew(fence)
+                    results = self._take_rows(batch)
+                    self._parts.hook("rows deleted")
+                    outcomes = [self._finish(item, result) for item, result in results]
+                    with self._database.write() as db:
+                        coordination.add_run_items(db, run_no, len(done), [(i, r) for i, r, _ in outcomes])
+                    done += [(item, result) for item, result, _ in outcomes]
+                    freed += sum(size for _, _, size in outcomes)
+                    n_failed += sum(result.startswith("failed") for _, result, _ in outcomes)
+            finally:
+                self._end(run_no, n_items=len(done), n_failed=n_failed, freed_bytes=freed)
         return GcReport(run_no=run_no, done=tuple(done), freed_bytes=freed, n_failed=n_failed)
 
     def _take_rows(self, batch: Sequence[GcItem]) -> list[tuple[GcItem, str]]:
@@ -204,10 +229,12 @@ class Collector:
         if result != "file":
             return item, result, 0
         try:
-            size = self._store.remove(item.path)
+            size = self._store.remove(item.path, mtime_ns=item.mtime_ns)
         except (StoreUnavailable, UnsafePath) as error:
             log.warning("gc goes on without %s: %s", item.path, error)
             return item, f"failed: {error}", 0
+        if size is None:
+            return item, "skipped: it changed since the plan", 0
         self._parts.hook("file deleted")
         return item, "deleted", size
 
@@ -278,4 +305,11 @@ def _ghost_items(entries: Sequence[Entry], rows: Sequence[Checkpoint], now_us: i
         if age_s >= grace_s:
             kind = GcKind.TEMPORARY if entry.kind == "temporary" else GcKind.ORPHAN
             reason = "a write that never ended" if kind is GcKind.TEMPORARY else "no row names it"
-            yield GcItem(kind=kind, path=entry.path, reason=reason, size_bytes=entry.size_bytes, age_s=age_s)
+            yield GcItem(
+                kind=kind,
+                path=entry.path,
+                reason=reason,
+                size_bytes=entry.size_bytes,
+                age_s=age_s,
+                mtime_ns=entry.mtime_ns,
+            )

@@ -104,6 +104,18 @@ def _remembered(entry: object, identity: list[int]) -> bytes | None:
     return bytes.fromhex(text) if isinstance(text, str) and _DIGEST.fullmatch(text) else None
 
 
+def identity_of(path: Path) -> list[list[int]]:
+    """What tells a replaced model file from the same one: size, mtime_ns and inode of each shard.
+
+    Raises:
+        BadInput: a file is not there or cannot be looked at.
+    """
+    try:
+        return [_identity(shard) for shard in shards_of(path)]
+    except OSError as error:
+        raise BadInput(what="model file", value=str(path), reason=error.strerror or str(error)) from error
+
+
 def _identity(path: Path) -> list[int]:
     found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ino]

@@ -112,13 +112,17 @@ class Store:
         named = marker.get("registry_id") if isinstance(marker, dict) else None
         return named if isinstance(named, str) else None
 
-    def require_owner(self, registry_id: str) -> None:
-        """Holds the store to its marker; a store without one is anybody's.
+    def require_owner(self, registry_id: str, *, unmarked: bool) -> None:
+        """Holds the store to its marker; with `unmarked` a store without one is anybody's.
 
         Raises:
-            StoreUnavailable: the marker names another registry.
+            StoreUnavailable: the marker names another registry, or there is none.
         """
         owner = self.owner()
+        if owner is None and not unmarked:
+            hint = f"is it mounted? If the files are really gone, say so with: llama-ckpt gc --force {registry_id}"
+            reason = f"it bears no marker of this registry, whose rows name files in it: {hint}"
+            raise StoreUnavailable(path=self.root, reason=reason)
         if owner not in (None, registry_id):
             hint = f"name the right database or store (to give this store to this database, delete {MARKER} in it)"
             reason = f"it belongs to registry {owner}, this database is registry {registry_id}: {hint}"
@@ -212,8 +216,20 @@ class Store:
                 return None
             return found.st_size if stat.S_ISREG(found.st_mode) else None
 
-    def remove(self, relative: str) -> int:
-        """Unlinks a stored file and gives the bytes freed; 0 when it was gone already.
+    def touch(self, relative: str) -> None:
+        """Gives a stored file the time of now, so that gc takes it for a fresh one.
+
+        Raises:
+            UnsafePath: the path is not one of ours, or leads over a symlink.
+            StoreUnavailable: the file is gone, or the system refuses.
+        """
+        path = self._locate(relative)
+        with _told(path):
+            os.utime(path)
+
+    def remove(self, relative: str, *, mtime_ns: int | None = None) -> int | None:
+        """Unlinks a stored file and gives the bytes freed; 0 when it was gone already. With `mtime_ns` a file that has another
+        time by now stays, and the answer is None.
 
         Raises:
             UnsafePath: the path is not one of ours, or leads over a symlink, or names no regular file.
@@ -225,6 +241,8 @@ class Store:
                 found = path.lstat()
                 if not stat.S_ISREG(found.st_mode):
                     raise UnsafePath(path=path, reason="not a regular file")
+                if mtime_ns is not None and found.st_mtime_ns != mtime_ns:
+                    return None
                 path.unlink()
             except (FileNotFoundError, NotADirectoryError):
                 return 0
@@ -298,15 +316,19 @@ def map_file(path: Path) -> Iterator[memoryview]:
             if not stat.S_ISREG(found.st_mode):
                 raise UnsafePath(path=path, reason="not a regular file")
             mapped = _map(fd, found.st_size) if found.st_size else None
+        except ValueError as error:
+            raise OSError(errno.EIO, "it changed while it was opened") from error
         finally:
             os.close(fd)
     if mapped is None:
         yield memoryview(b"")
         return
-    with memoryview(mapped) as view:
-        yield view
-    with contextlib.suppress(BufferError):  # a caller's slice is still alive: the map goes with it
-        mapped.close()
+    try:
+        with memoryview(mapped) as view:
+            yield view
+    finally:
+        with contextlib.suppress(BufferError):  # a caller's slice is still alive: the map goes with it
+            mapped.close()
 
 
 def _map(fd: int, size: int) -> mmap.mmap:
@@ -354,6 +376,9 @@ def _fsync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems sync no folders
+            raise
     finally:
         os.close(fd)
 

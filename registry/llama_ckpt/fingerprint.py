@@ -88,18 +88,24 @@ def input_hash(given: Input) -> bytes:
         BadInput: an empty input, a text that UTF-8 cannot hold, or an id outside int32.
     """
     if isinstance(given, str):
-        try:
-            data = given.encode()
-        except UnicodeEncodeError as error:
-            raise BadInput(
-                what="input text",
-                value=given[:40],
-                reason="it holds a lone surrogate, which UTF-8 cannot say",
-            ) from error
-        if not data:
-            raise BadInput(what="input text", value=given, reason="it is empty")
-        return hashlib.sha256(data).digest()
+        return hashlib.sha256(text_bytes(given)).digest()
     return tokens_hash(as_token_ids(given))
+
+
+def text_bytes(text: str) -> bytes:
+    """The UTF-8 bytes of an input text. What is wrong with one is told without quoting it.
+
+    Raises:
+        BadInput: it is empty, or UTF-8 cannot hold it.
+    """
+    if not text:
+        raise BadInput(what="input text", value=text, reason="it is empty")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        told = f"{len(text)} characters"
+        reason = f"character {error.start} is a lone surrogate, which UTF-8 cannot say"
+        raise BadInput(what="input text", value=told, reason=reason) from None
 
 
 def as_token_ids(given: Sequence[int] | NDArray[np.integer]) -> TokenIds:
@@ -109,18 +115,24 @@ def as_token_ids(given: Sequence[int] | NDArray[np.integer]) -> TokenIds:
         BadInput: no ids, not whole numbers, or an id outside 0 .. 2**31-1.
     """
     if isinstance(given, bytes | bytearray | memoryview):
-        raise BadInput(what="input", value=bytes(given[:16]), reason="give a str or token ids; decode bytes first")
+        raise BadInput(what="input", value=f"{len(given)} bytes", reason="give a str or token ids; decode bytes first")
     try:
         wide = np.asarray(given)
     except (ValueError, OverflowError) as error:
-        raise BadInput(what="token ids", value=str(given)[:40], reason=str(error)) from error
+        raise BadInput(what="token ids", value=_shape(given), reason=str(error)) from error
     if wide.ndim != 1 or wide.size == 0:
-        raise BadInput(what="token ids", value=str(given)[:40], reason="need a flat sequence of at least one id")
+        raise BadInput(what="token ids", value=_shape(given), reason="need a flat sequence of at least one id")
     if wide.dtype.kind not in "iu":
-        raise BadInput(what="token ids", value=str(given)[:40], reason="ids are whole numbers")
+        raise BadInput(what="token ids", value=_shape(given), reason="ids are whole numbers")
     if int(wide.min()) < 0 or int(wide.max()) > 0x7FFFFFFF:
-        raise BadInput(what="token ids", value=str(given)[:40], reason="an id is outside 0 .. 2147483647")
+        raise BadInput(what="token ids", value=_shape(given), reason="an id is outside 0 .. 2147483647")
     return np.ascontiguousarray(wide, dtype=np.int32)
+
+
+def _shape(given: object) -> str:
+    """What was given, without its content: an input may be confidential."""
+    length = f" of {len(given)}" if hasattr(given, "__len__") else ""
+    return f"{type(given).__name__}{length}"
 
 
 def tokens_hash(token_ids: TokenIds) -> bytes:

@@ -26,6 +26,15 @@ class Parts:
     metrics: MetricsSink = NullSink()  # noqa: RUF009 - it keeps nothing
     hook: StepHook = no_hook
 
+    def require_store(self) -> None:
+        """Holds the store to its marker before an absent file is taken for a lost one: an unmounted folder, or a wrong one,
+        has none of our files, and nothing may be concluded from it.
+
+        Raises:
+            StoreUnavailable: the store bears no marker, or another registry's.
+        """
+        self.store.require_owner(self.registry_id, unmarked=False)
+
     def make_stale(self, row: Checkpoint, reason: StaleReason, why: str) -> None:
         """Makes a row STALE, if it is not so already, and says so in the log.
 

@@ -76,15 +76,15 @@ class Registry:
             DatabaseUnavailable, StoreUnavailable: they cannot be reached, read or written; or the store is another registry's.
             SchemaTooNew, SchemaTooOld: another version of llama-ckpt made the database.
         """
-        root = Path(store) if store is not None else default_store()
+        root = Path(store).absolute() if store is not None else default_store()
         files = Store(root, drop_page_cache=drop_page_cache, hook=hook)
         files.create()
-        database = Database(database_url or sqlite_url(root.absolute() / DATABASE_FILE), database_password)
+        database = Database(database_url or sqlite_url(root / DATABASE_FILE), database_password)
         try:
             migrate.prepare(database, upgrade_older=upgrade or database.dialect == "sqlite")
             with database.read() as db:
                 registry_id = queries.registry_id(db)
-            files.require_owner(registry_id)
+            files.require_owner(registry_id, unmarked=True)
         except BaseException:
             database.close()
             raise
@@ -152,8 +152,10 @@ class Registry:
             row = self.database.query(lambda db: queries.find_active(db, digest, of_input))
             if row is not None:
                 return matching.decide(of_input, [row], [], fingerprint)
+        found = self.database.query(lambda db: queries.find_by_input(db, of_input))
+        # Models after rows: a row's model is there before the row is.
         known = {m.fingerprint.digest: m for m in self.database.query(queries.models)}
-        rows = self.database.query(lambda db: queries.find_by_input(db, of_input))
+        rows = [row for row in found if row.fingerprint in known]
         if fingerprint is not None:
             return matching.decide(of_input, [], [(row, known[row.fingerprint]) for row in rows], fingerprint)
 
@@ -240,7 +242,9 @@ class Registry:
             prefill_ms = round((time.perf_counter() - before) * 1000)
             n_evaluated = len(token_ids)
             try:
-                saved = saving.save(self.parts, engine, given, replace(options, prefill_ms=prefill_ms))
+                saved = saving.save(
+                    self.parts, engine, given, replace(options, prefill_ms=prefill_ms), instead_of=restored.checkpoint
+                )
             except LlamaCkptError as error:
                 log.warning("the input was evaluated but not saved: %s", error)
                 problem = error
@@ -328,9 +332,10 @@ class Registry:
             NotFound, BadInput: as `get`; or it is pinned.
         """
         row = self.get(checkpoint_id)
-        if row.pinned:
-            raise BadInput(what="checkpoint", value=row.id, reason="it is pinned; unpin it first")
         with self.database.write() as db:
+            now = queries.get(db, row.id)
+            if now is not None and now.pinned:
+                raise BadInput(what="checkpoint", value=row.id, reason="it is pinned; unpin it first")
             if queries.has_active_child(db, row):
                 raise BadInput(what="checkpoint", value=row.id, reason="a delta needs it; remove that first")
             queries.mark_stale(db, row, StaleReason.REMOVED)

@@ -95,16 +95,29 @@ def _load(parts: Parts, engine: Engine, row: Checkpoint, token_ids: TokenIds) ->
             file = _verified(parts, engine, row, token_ids, view)
             engine.load(file.contents.payload, token_ids)
     except FileMissing as error:
-        return _Attempt(Outcome.NO_MATCH, str(error), StaleReason.MISSING)
+        return _missing(parts, error)
     except (CorruptFile, UnsafePath) as error:
         return _Attempt(Outcome.NO_MATCH, str(error), StaleReason.CORRUPT)
-    except Incompatible as error:
-        return _Attempt(Outcome.NO_MATCH, str(error), StaleReason.INCOMPATIBLE)
+    except Incompatible as error:  # with this engine: another one may still use it
+        return _Attempt(Outcome.NO_MATCH, str(error))
     except StoreUnavailable as error:
-        return _Attempt(Outcome.FAILED, str(error), error=error)
+        return _Attempt(Outcome.FAILED, str(error), error=_without_frames(error))
     except EngineFailed as error:
-        return _Attempt(Outcome.FAILED, str(error), StaleReason.INCOMPATIBLE, error)
+        return _Attempt(Outcome.FAILED, str(error), StaleReason.INCOMPATIBLE, _without_frames(error))
     return _Attempt(Outcome.HIT, "restored")
+
+
+def _missing(parts: Parts, missing: FileMissing) -> _Attempt:
+    try:
+        parts.require_store()
+    except StoreUnavailable as error:
+        return _Attempt(Outcome.FAILED, str(error), error=_without_frames(error))
+    return _Attempt(Outcome.NO_MATCH, str(missing), StaleReason.MISSING)
+
+
+def _without_frames(error: LlamaCkptError) -> LlamaCkptError:
+    """An error that lives on in a result must not keep the map of the file alive through its traceback."""
+    return error.with_traceback(None)
 
 
 def _verified(
@@ -123,7 +136,7 @@ def _verified(
             reason=f"the file's state is of dialect '{file.state.dialect}', the engine speaks '{engine.dialect}'"
         )
     if mismatch := formats.dimension_mismatch(file.dimensions, engine.dimensions):
-        raise Incompatible(reason=mismatch)
+        raise CorruptFile(path=row.file_path, check="Dimensions", reason=mismatch)
     return file
 
 

@@ -6,6 +6,7 @@ a file without a row.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import uuid
@@ -23,7 +24,7 @@ from llama_ckpt.errors import (
     Unsupported,
 )
 from llama_ckpt.files import path_of
-from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash, tokens_hash
+from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash, text_bytes, tokens_hash
 from llama_ckpt.formats import container, kv_state
 from llama_ckpt.parts import Parts
 from llama_ckpt.values import (
@@ -55,36 +56,76 @@ class SaveOptions:
     prefill_ms: int | None = None
 
     def __post_init__(self) -> None:
-        if self.label is not None and not 0 < len(self.label) <= _NAME_LENGTH:
-            raise BadInput(what="label", value=self.label[:40], reason=f"a label has 1 to {_NAME_LENGTH} characters")
+        if self.label is not None:
+            _require_label(self.label)
         if self.expires_in_s is not None and not 0 < self.expires_in_s < 1e10:
             raise BadInput(what="expires_in_s", value=self.expires_in_s, reason="give seconds greater than 0")
+        if self.prefill_ms is not None and not 0 <= self.prefill_ms < 1 << 53:
+            raise BadInput(what="prefill_ms", value=self.prefill_ms, reason="give milliseconds from 0 on")
 
 
-def save(parts: Parts, engine: Engine, given: Input, options: SaveOptions) -> SaveResult:
-    """As `Registry.save`."""
+def _require_label(label: str) -> None:
+    if not 0 < len(label) <= _NAME_LENGTH:
+        raise BadInput(what="label", value=label[:40], reason=f"a label has 1 to {_NAME_LENGTH} characters")
+    if clean_name(label) != label:
+        raise BadInput(what="label", value=label[:40], reason="a label has no NUL and no lone surrogate")
+
+
+def clean_name(name: str) -> str:
+    """A name as every database can hold it: at most 200 characters, valid UTF-8, no NUL, not empty."""
+    return name.encode(errors="replace").decode().replace("\0", "?")[:_NAME_LENGTH] or "unnamed"
+
+
+def save(
+    parts: Parts, engine: Engine, given: Input, options: SaveOptions, *, instead_of: Checkpoint | None = None
+) -> SaveResult:
+    """As `Registry.save`. `instead_of` is a row that a restore found of no use to this engine: it is superseded."""
     started = time.perf_counter()
     of_input = input_hash(given)
-    row, size = _usable(parts, engine.fingerprint.digest, of_input), 0
+    row, old, size = _usable(parts, engine.fingerprint.digest, of_input), None, 0
+    if row is not None and not _stands_for(row, engine, given, instead_of):
+        row, old = None, row
     if row is None:
         token_ids = token_ids_of(engine, given)
         _require_held(engine, token_ids)
         new, head, payload = _encode(engine, of_input, token_ids, options)
-        parts.store.claim(parts.registry_id)
-        parts.store.require_owner(parts.registry_id)
+        _claim_store(parts)
         size = parts.store.write(new.id, head, payload)
-        row = _register(parts, engine, new)
-        if row.id != new.id:
-            _discard(parts, new)
-            size = 0
+        row = _register(parts, engine, new, old)
+        size = size if row.id == new.id else 0
     outcome = SaveOutcome.SAVED if size else SaveOutcome.DEDUPLICATED
     parts.metrics.count(outcome.value)
     return SaveResult(outcome=outcome, checkpoint=row, bytes_written=size, elapsed_s=time.perf_counter() - started)
 
 
 def token_ids_of(engine: Engine, given: Input) -> TokenIds:
-    """The token ids of an input: the engine's for a text; shape `[n_tokens]`."""
-    return engine.token_ids(given) if isinstance(given, str) else as_token_ids(given)
+    """The token ids of an input: the engine's for a text; shape `[n_tokens]`.
+
+    Raises:
+        BadInput: the input is empty or no input.
+    """
+    if isinstance(given, str):
+        text_bytes(given)
+        return engine.token_ids(given)
+    return as_token_ids(given)
+
+
+def _stands_for(row: Checkpoint, engine: Engine, given: Input, instead_of: Checkpoint | None) -> bool:
+    """Whether a row of this input hash is of this input. For a text the hash says so, unless it has NUL characters: then its
+    bytes can be those of token ids.
+    """
+    if instead_of is not None and row.id == instead_of.id:
+        return False
+    if isinstance(given, str) and "\0" not in given:
+        return True
+    return row.tokens_hash == tokens_hash(token_ids_of(engine, given))
+
+
+def _claim_store(parts: Parts) -> None:
+    """The first save marks the store. Later on an unmarked store is a wrong or unmounted one: nothing is written there."""
+    if parts.store.owner() is None and parts.database.query(queries.count_rows) == 0:
+        parts.store.claim(parts.registry_id)
+    parts.require_store()
 
 
 def _require_held(engine: Engine, token_ids: TokenIds) -> None:
@@ -107,6 +148,7 @@ def _usable(parts: Parts, digest: bytes, of_input: bytes) -> Checkpoint | None:
         parts.make_stale(row, StaleReason.CORRUPT, str(error))
         return None
     if size is None:
+        parts.require_store()
         parts.make_stale(row, StaleReason.MISSING, "its file is gone")
         return None
     if not row.file_size <= size <= row.file_size + container.MAX_PADDING:
@@ -126,7 +168,7 @@ def _encode(
     payload = engine.capture()
     state = kv_state.parse(payload)
     kv_state.require_plain_sequence(state, len(token_ids))
-    model_name = engine.model_name[:_NAME_LENGTH] or "unnamed"  # Oracle has no empty text
+    model_name = clean_name(engine.model_name)
     header = container.Header(
         flags=container.FLAG_SLICEABLE,
         seq_len=len(token_ids),
@@ -165,44 +207,68 @@ def _encode(
     return new, head, payload
 
 
-def _register(parts: Parts, engine: Engine, new: NewCheckpoint) -> Checkpoint:
-    """Adds the row, or gives the row of whoever was first. If it fails, the file is removed: unless the database cannot
-    even say whether the row is there, for a row without a file is worse than a file without a row.
+class _CommitUnanswered(Exception):  # noqa: N818 - never leaves this module
+    """The connection was lost while the commit was under way: the row may be there, or may yet come."""
+
+
+def _register(parts: Parts, engine: Engine, new: NewCheckpoint, old: Checkpoint | None) -> Checkpoint:
+    """Adds the row, or gives the row of whoever was first. If it fails, the file is removed: except after a commit without an
+    answer, since a row without a file is worse than a file without a row.
     """
     model = RegisteredModel(fingerprint=engine.fingerprint, model_name=new.model_name, dimensions=engine.dimensions)
-    for _ in range(_MAX_TRIES):
-        try:
-            with parts.database.write() as db:
-                queries.expire_due(db, new.fingerprint, new.input_hash)
-                queries.put_model(db, model)
-                row = queries.insert_checkpoint(db, new)
-                parts.hook("inserted")
-            parts.hook("committed")
-        except Conflict as error:
-            conflict = error
-            theirs = _usable(parts, new.fingerprint, new.input_hash)
-            if theirs is not None:
-                return theirs
-        except DatabaseUnavailable:
-            there = _ask_again(parts, new)
-            if there is None:
-                raise
-            return there
-        else:
-            return row
-    _discard(parts, new)
-    raise conflict
+    try:
+        for _ in range(_MAX_TRIES):
+            try:
+                return _insert(parts, model, new, old)
+            except Conflict as error:
+                conflict = error
+                theirs = _usable(parts, new.fingerprint, new.input_hash)
+                if theirs is not None and (old is None or theirs.id != old.id):
+                    _discard(parts, new)
+                    return theirs
+        raise conflict
+    except _CommitUnanswered as lost:
+        row = _ask_again(parts, new)
+        if row is None and lost.__cause__ is not None:
+            raise lost.__cause__ from None
+        return row  # type: ignore[return-value] # the cause is always there
+    except Exception:
+        _discard(parts, new)
+        raise
+
+
+def _insert(parts: Parts, model: RegisteredModel, new: NewCheckpoint, old: Checkpoint | None) -> Checkpoint:
+    """One try at the row. The file is made young before, and looked for after the INSERT: a process that slept between its
+    rename and here may have lost it to gc.
+    """
+    committing = False
+    try:
+        parts.store.touch(new.file_path)
+        with parts.database.write() as db:
+            queries.expire_due(db, new.fingerprint, new.input_hash)
+            if old is not None:
+                queries.mark_stale(db, old, StaleReason.SUPERSEDED)
+            queries.put_model(db, model)
+            row = queries.insert_checkpoint(db, new)
+            parts.hook("inserted")
+            if parts.store.size(new.file_path) != new.file_size:
+                raise StoreUnavailable(path=new.file_path, reason="it was collected while it was saved; save again")
+            committing = True
+        parts.hook("committed")
+    except DatabaseUnavailable as error:
+        if committing:
+            raise _CommitUnanswered from error
+        raise
+    return row
 
 
 def _ask_again(parts: Parts, new: NewCheckpoint) -> Checkpoint | None:
-    """After a commit that failed: the row if it is there after all; if it is not, the file goes too."""
-    try:
+    """Whether the row is there after all. If not, it may still come; the file stays, and gc collects it if no row names it."""
+    row = None
+    with contextlib.suppress(DatabaseUnavailable):  # the caller tells the failure that led here
         row = parts.database.query(lambda db: queries.get(db, new.id))
-    except DatabaseUnavailable:
-        log.warning("the database is gone; %s may be left for gc to collect", new.file_path)
-        return None
     if row is None:
-        _discard(parts, new)
+        log.warning("the database gave no answer; %s may be left for gc to collect", new.file_path)
     return row
 
 

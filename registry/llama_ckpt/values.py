@@ -270,7 +270,9 @@ class GcKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcItem:
-    """One thing gc would do: free a file, delete a row, or mark a row whose file is gone."""
+    """One thing gc would do: free a file, delete a row, or mark a row whose file is gone. A file without a row goes only if it
+    still has the time `mtime_ns`.
+    """
 
     kind: GcKind
     path: str
@@ -278,6 +280,7 @@ class GcItem:
     size_bytes: int
     age_s: float
     checkpoint: Checkpoint | None = None
+    mtime_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,9 @@ class Verifier:
             with self._store.map(row.file_path) as view:
                 return _checks(view, row.file_path, row, self._database)
         except (FileMissing, UnsafePath) as error:
+            now = self._database.query(lambda db: queries.get(db, row.id))
+            if now is None or now.status is not row.status:
+                return [Check(name="File", ok=None, detail="the checkpoint was collected or went STALE meanwhile")]
             return [Check(name="File", ok=False, detail=str(error))]
 
     def everything(self) -> Iterator[tuple[Checkpoint, list[Check]]]:
@@ -113,7 +116,7 @@ def _dimensions(file: formats.CheckpointFile, database: Database | None) -> Chec
     models = []
     if database is not None:
         with database.read() as db:
-            models = queries.models(db, digest=file.fingerprint.digest)
+            models = queries.models(db, file.fingerprint.digest)
     if not models:
         return Check(name="Dimensions", ok=None, detail="the model is not registered here")
     mismatch = formats.dimension_mismatch(file.dimensions, models[0].dimensions)

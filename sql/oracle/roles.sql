@@ -53,7 +53,7 @@ GRANT SELECT ON llama_model TO llama_ckpt_collector;
 GRANT SELECT, UPDATE, DELETE ON llama_checkpoint_meta TO llama_ckpt_collector;
 GRANT SELECT, DELETE ON checkpoint_prefix TO llama_ckpt_collector;
 GRANT SELECT ON save_claim TO llama_ckpt_collector;
-GRANT SELECT, INSERT, UPDATE ON gc_run TO llama_ckpt_collector;
+GRANT SELECT, INSERT, UPDATE, DELETE ON gc_run TO llama_ckpt_collector;
 GRANT SELECT, INSERT ON gc_run_item TO llama_ckpt_collector;
 GRANT SELECT ON llama_checkpoint_v TO llama_ckpt_collector;
 

@@ -33,5 +33,5 @@ GRANT SELECT ON llama_ckpt_schema, registry_info, llama_model, save_claim, llama
 GRANT SELECT, UPDATE ON registry_lease TO llama_ckpt_collector;
 GRANT SELECT, UPDATE, DELETE ON llama_checkpoint_meta TO llama_ckpt_collector;
 GRANT SELECT, DELETE ON checkpoint_prefix TO llama_ckpt_collector;
-GRANT SELECT, INSERT, UPDATE ON gc_run TO llama_ckpt_collector;
+GRANT SELECT, INSERT, UPDATE, DELETE ON gc_run TO llama_ckpt_collector;
 GRANT SELECT, INSERT ON gc_run_item TO llama_ckpt_collector;

@@ -235,6 +235,38 @@ def test_a_checkpoint_longer_than_the_context_leaves_the_live_sequence_as_it_was
     assert positions(small) == (0, 9)
 
 
+def test_a_context_that_llama_cpp_rounds_up_holds_no_more_than_the_wrapper_has_room_for(load, registry):
+    big, small = load(), load(n_ctx=100)
+    ids = input_of(big, 151)
+    registry.warm(big, ids)
+    small.evaluate(input_of(small, 3))
+    back = registry.restore(small, ids)
+    assert back.outcome is Outcome.NO_MATCH
+    assert "151 cells, the context 100" in back.reason
+    assert positions(small) == (0, 2)
+    with pytest.raises(BadInput, match="the context has 100"):
+        registry.warm(small, ids)
+
+
+def test_a_model_file_that_is_replaced_while_it_is_loaded_is_refused(gguf, digests, tmp_path, monkeypatch):
+    from llama_ckpt.engine.llamacpp import LlamaCppEngine
+
+    path = tmp_path / "model.gguf"
+    shutil.copyfile(gguf, path)
+    real = llama_cpp.Llama
+
+    def slow(*args, **options):
+        made = real(*args, **options)
+        other = tmp_path / "other.gguf"
+        shutil.copyfile(gguf, other)
+        other.replace(path)
+        return made
+
+    monkeypatch.setattr(llama_cpp, "Llama", slow)
+    with pytest.raises(BadInput, match="changed while it was loaded"):
+        LlamaCppEngine.from_path(path, digests=digests, n_ctx=64)
+
+
 @pytest.mark.parametrize("fault", ["short", "foreign magic", "other layer count", "another length"])
 def test_a_state_that_the_engine_refuses_leaves_engine_and_wrapper_empty_and_sound(engine, fault):
     ids = input_of(engine, 30)

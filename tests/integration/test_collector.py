@@ -9,7 +9,7 @@ from llama_ckpt.collector import Collector
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_lease
-from llama_ckpt.errors import Busy, EvidenceRefused, StoreUnavailable
+from llama_ckpt.errors import Busy, DatabaseUnavailable, EvidenceRefused, StoreUnavailable
 from llama_ckpt.files import path_of
 from llama_ckpt.parts import Parts
 from llama_ckpt.registry import Registry
@@ -238,10 +238,10 @@ def test_one_file_that_cannot_be_deleted_is_reported_and_stops_nothing(
         registry.remove(row.id)
     real = registry.store.remove
 
-    def remove(path):
+    def remove(path, **options):
         if path == rows[1].file_path:
             raise StoreUnavailable(path=path, reason="Device or resource busy (errno EBUSY)")
-        return real(path)
+        return real(path, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(registry.store, "remove", remove)
@@ -316,6 +316,73 @@ def test_an_empty_registry_beside_a_full_folder_is_refused_unless_forced(registr
     with pytest.raises(EvidenceRefused):
         collector.plan(ghost_grace_s=0, force="wrong")
     collector.run(collector.plan(ghost_grace_s=0, force=registry.registry_id))
+
+
+def test_more_than_a_fifth_of_the_files_as_ghosts_is_refused_unless_forced(
+    registry, engine, saved, collector, left_in_store
+):
+    for i in range(10):
+        plant(registry, path_of(f"{i:032x}"), b"x")
+    with pytest.raises(EvidenceRefused, match="10 of 11 files would go as ghosts"):
+        plan_now(collector)
+    assert len(collector.plan(ghost_grace_s=0, force=registry.registry_id).items) == 10
+    left_in_store.add("orphan")
+
+
+def test_more_than_a_fifth_of_the_rows_without_files_is_refused_unless_forced(
+    registry, engine, collector, left_in_store
+):
+    rows = [registry.save(engine, f"input {i}").checkpoint for i in range(12)]
+    for row in rows[:10]:
+        (registry.store.root / row.file_path).unlink()
+    with pytest.raises(EvidenceRefused, match="the files of 10 of 12 rows are gone"):
+        plan_now(collector)
+    assert len(collector.plan(force=registry.registry_id).items) == 10
+    left_in_store.add("missing")
+
+
+@pytest.mark.parametrize("seconds", [-86_400, 86_400])
+def test_a_host_whose_clock_is_a_day_off_is_refused(registry, engine, saved, collector, monkeypatch, seconds):
+    import time
+
+    real = time.time
+    monkeypatch.setattr("llama_ckpt.collector.time.time", lambda: real() + seconds)
+    with pytest.raises(EvidenceRefused, match=rf"clock is {'+' if seconds > 0 else '-'}86[34]\d\d s from the database's"):
+        plan_now(collector)
+
+
+def test_a_file_that_was_touched_after_the_plan_is_no_orphan_any_more(registry, collector, left_in_store):
+    orphan = plant(registry, path_of("0123456789abcdef" * 2), hours=3)
+    plan = plan_now(collector)
+    os.utime(orphan)
+    assert [r for _, r in collector.run(plan).done] == ["skipped: it changed since the plan"]
+    assert orphan.exists()
+    left_in_store.add("orphan")
+
+
+def test_records_of_runs_are_kept_for_90_days(registry, engine, saved, collector):
+    registry.remove(saved.id)
+    collector.run(plan_now(collector))
+    with registry.database.write() as db:
+        db.exec_driver_sql("UPDATE gc_run SET started_us = 1")
+    collector.run(plan_now(collector))
+    assert len(collector.runs()) == 1
+    with registry.database.read() as db:
+        assert db.exec_driver_sql("SELECT count(*) FROM gc_run_item").scalar_one() == 0
+
+
+def test_a_run_that_is_cut_short_records_what_it_did(registry, engine, left_in_store):
+    for i in range(150):
+        plant(registry, path_of(f"{i:032x}"), b"x")
+
+    def fail():
+        raise DatabaseUnavailable(url="", reason="lost")
+
+    collector = hooked(registry, rows_deleted=fail)
+    with pytest.raises(DatabaseUnavailable):
+        collector.run(collector.plan(ghost_grace_s=0, force=registry.registry_id))
+    assert collector.runs()[0].ended_us is not None
+    left_in_store.add("orphan")
 
 
 def test_a_store_that_is_not_mounted_is_no_reason_to_forget_every_row(registry, engine, saved, collector, tmp_path):

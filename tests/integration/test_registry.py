@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 
+import numpy as np
 import pytest
 import sqlalchemy as sa
 from support import samples
 from support.sample_engine import NOTHING, SampleEngine
 
+from llama_ckpt.collector import Collector
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
-from llama_ckpt.errors import BadInput, EngineStateMismatch, NotFound, StoreUnavailable
+from llama_ckpt.errors import BadInput, EngineStateMismatch, EvidenceRefused, NotFound, StoreUnavailable, Unsupported
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
 
@@ -264,12 +267,16 @@ def test_a_file_of_another_input_under_a_rows_name_is_refused(registry, engine, 
     assert "input hash: the row says" in back.reason
 
 
-def test_an_engine_whose_tokenizer_changed_gets_no_match_and_saves_anew(registry, engine, saved):
+def test_an_engine_whose_tokenizer_changed_gets_no_match_and_its_warm_supersedes_the_row(registry, engine, saved):
     engine.ids = engine.ids[::-1].copy()
     back = registry.restore(engine, "one")
     assert back.outcome is Outcome.NO_MATCH
     assert "tokenizer gives other tokens" in back.reason
-    assert registry.get(saved.id).stale_reason is StaleReason.INCOMPATIBLE
+    assert registry.get(saved.id).status is Status.ACTIVE, "another engine may still use it"
+    warmed = registry.warm(engine, "one")
+    assert warmed.save.outcome is SaveOutcome.SAVED
+    assert registry.get(saved.id).stale_reason is StaleReason.SUPERSEDED
+    assert registry.restore(engine, "one").outcome is Outcome.HIT
 
 
 def test_an_engine_of_another_dialect_gets_no_match_before_it_is_touched(registry, engine, saved):
@@ -278,6 +285,18 @@ def test_an_engine_of_another_dialect_gets_no_match_before_it_is_touched(registr
     assert back.outcome is Outcome.NO_MATCH
     assert "of dialect 'streams=1 rotation_words=0', the engine speaks 'streams=1 rotation_words=1'" in back.reason
     assert engine.n_loads == 0
+    assert registry.get(saved.id).status is Status.ACTIVE
+    assert registry.warm(engine, "one").save.outcome is SaveOutcome.SAVED
+    assert registry.get(saved.id).stale_reason is StaleReason.SUPERSEDED
+
+
+def test_a_text_with_the_bytes_of_token_ids_is_not_taken_for_them(registry, engine):
+    text = "a\0\0\0b\0\0\0"
+    assert text.encode() == np.array([97, 98], dtype="<i4").tobytes()
+    registry.save(engine, text)
+    engine.held = np.array([97, 98], dtype=np.int32)
+    with pytest.raises(Unsupported, match="3 cells for 2 tokens"):  # so it did not deduplicate
+        registry.save(engine, [97, 98])
 
 
 def test_a_checkpoint_longer_than_the_context_is_no_match_and_stays(registry, engine, saved):
@@ -418,6 +437,105 @@ def test_no_text_of_an_input_reaches_database_log_or_metadata(tmp_path, engine, 
         if path.is_file():
             assert secret.encode() not in path.read_bytes()
     assert "0451" not in caplog.text
+
+
+def test_a_wrong_or_unmounted_store_costs_nothing(registry, engine, saved, tmp_path, database_url):
+    with Registry.open(database_url, tmp_path / "typo") as wrong:
+        back = wrong.restore(engine, "one")
+        assert back.outcome is Outcome.FAILED
+        assert "bears no marker of this registry" in str(back.error)
+        for text in ("one", "two"):
+            with pytest.raises(StoreUnavailable, match="is it mounted"):
+                wrong.save(engine, text)
+        warmed = wrong.warm(engine, "one")
+        assert isinstance(warmed.problem, StoreUnavailable)
+        with pytest.raises(EvidenceRefused):
+            Collector(wrong.parts).plan()
+    assert not list((tmp_path / "typo").rglob("*.llam"))
+    assert registry.get(saved.id).status is Status.ACTIVE
+    assert registry.restore(engine, "one").outcome is Outcome.HIT
+
+
+def test_a_store_whose_files_are_really_gone_is_taken_anew_by_force(registry, engine, saved, tmp_path, database_url):
+    with Registry.open(database_url, tmp_path / "new") as new:
+        collector = Collector(new.parts)
+        collector.run(collector.plan(force=new.registry_id))
+        assert new.get(saved.id).stale_reason is StaleReason.MISSING
+        assert new.warm(engine, "one").save.outcome is SaveOutcome.SAVED
+        assert new.restore(engine, "one").outcome is Outcome.HIT
+        for row in new.list(status=Status.ACTIVE):
+            new.remove(row.id)
+    for path in registry.store.root.rglob("*.llam"):
+        path.unlink()
+
+
+def test_a_relative_store_does_not_follow_the_working_folder(tmp_path, engine, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Registry.open(store="relative") as opened:
+        opened.save(engine, "one")
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert opened.restore(engine, "one").outcome is Outcome.HIT
+
+
+def test_threads_that_open_fresh_registries_at_once_do_not_disturb_each_other(tmp_path, engine):
+    errors, barrier = [], threading.Barrier(8)
+
+    def opens(number):
+        barrier.wait()
+        try:
+            with Registry.open(store=tmp_path / str(number)) as opened:
+                opened.list()
+        except Exception as error:  # noqa: BLE001 - shown below
+            errors.append(error)
+
+    threads = [threading.Thread(target=opens, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_a_row_that_is_gone_lends_its_number_to_no_other(tmp_path, engine):
+    with Registry.open(store=tmp_path / "store") as opened:
+        first = opened.save(engine, "one").checkpoint
+        opened.remove(first.id)
+        collector = Collector(opened.parts)
+        collector.run(collector.plan(stale_grace_s=0))
+        assert opened.save(engine, "two").checkpoint.ckpt_no > first.ckpt_no
+
+
+def test_a_failed_restore_keeps_no_file_open(registry, engine, saved):
+    engine.refuses = True
+    kept = registry.restore(engine, "one")
+    assert kept.outcome is Outcome.FAILED
+    with open("/proc/self/maps") as maps:
+        assert saved.id not in maps.read()
+
+
+@pytest.mark.parametrize("name", ["", "n" * 500, "a\0b", "\udcff.gguf", "日本語"])
+def test_a_model_of_any_name_can_be_saved(registry, engine, name):
+    engine.model_name = name
+    row = registry.save(engine, "one").checkpoint
+    assert 0 < len(row.model_name) <= 200
+    assert registry.restore(engine, "one").outcome is Outcome.HIT
+
+
+@pytest.mark.parametrize(
+    "options", [{"label": "a\0b"}, {"label": "\ud800"}, {"prefill_ms": 1 << 70}, {"prefill_ms": -1}]
+)
+def test_a_value_that_no_database_can_hold_is_refused_before_a_file_is_written(registry, engine, options):
+    with pytest.raises(BadInput):
+        registry.save(engine, "one", **options)
+    assert not list(registry.store.root.rglob("*.llam"))
+
+
+def test_what_is_wrong_with_an_input_is_told_without_quoting_it(registry, engine):
+    with pytest.raises(BadInput) as told:
+        registry.match("the launch code is 0451 \ud800")
+    assert "0451" not in str(told.value)
+    assert "24" in str(told.value)
 
 
 def test_a_store_of_another_registry_is_refused(tmp_path, engine):

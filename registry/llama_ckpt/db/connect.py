@@ -69,6 +69,10 @@ class Database:
         """SQLAlchemy's name of the database: "sqlite", "postgresql" or "oracle"."""
         return self.url.get_backend_name()
 
+    def exists(self) -> bool:
+        """Whether there is a database to ask; one on a server is taken to be there. Making a connection would make the file."""
+        return self.dialect != "sqlite" or Path(self.url.database or "").exists()
+
     @contextlib.contextmanager
     def read(self) -> Iterator[sa.Connection]:
         """A connection for reading; nothing done on it is kept.
@@ -145,6 +149,11 @@ class Database:
 
 def sqlite_url(path: Path) -> str:
     """The URL of the SQLite database in this file, with whatever needs it quoted."""
+    try:
+        path.as_posix().encode()
+    except UnicodeEncodeError as error:
+        reason = "the name is no text in UTF-8, and SQLite cannot open it"
+        raise BadInput(what="store", value=ascii(str(path)), reason=reason) from error
     return URL.create("sqlite", database=path.as_posix()).render_as_string()
 
 
@@ -156,7 +165,7 @@ def hide_password(url: str) -> str:
 def _parse(text: str) -> URL:
     try:
         url = make_url(text)
-    except sa.exc.ArgumentError as error:
+    except (sa.exc.ArgumentError, ValueError, TypeError) as error:
         shown = text.split("@")[-1]  # what stands before an @ may be a password
         raise BadInput(
             what="database URL", value=shown, reason="expected e.g. sqlite:////path/registry.sqlite3"
@@ -164,6 +173,8 @@ def _parse(text: str) -> URL:
     url = url.set(drivername=_SHORT.get(url.drivername, url.drivername))
     if url.drivername not in SUPPORTED:
         raise BadInput(what="database URL", value=url.drivername, reason=f"llama-ckpt speaks {', '.join(SUPPORTED)}")
+    if url.drivername == "postgresql+psycopg" and not url.database:
+        raise BadInput(what="database URL", value=url.drivername, reason="it names no database: postgresql://host/NAME")
     if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
         raise BadInput(what="database URL", value=text, reason="name a file: a registry in memory would lose every row")
     return url
@@ -180,6 +191,8 @@ def _engine(url: URL, *, foreign_keys: bool = True, **options: Any) -> sa.Engine
         arguments = {timeout: _CONNECT_TIMEOUT_S}
     try:
         engine = sa.create_engine(url, connect_args=arguments, **options)
+    except (sa.exc.ArgumentError, ValueError, TypeError) as error:
+        raise BadInput(what="database URL", value=str(url.query or url.drivername), reason=str(error)) from error
     except ModuleNotFoundError as error:
         reason = f"{error}; install it with: pip install 'llama-ckpt[{SUPPORTED[url.drivername]}]'"
         raise DatabaseUnavailable(url=url.render_as_string(hide_password=True), reason=reason) from error

@@ -10,6 +10,8 @@ from llama_ckpt.db.tables import gc_run, gc_run_item, registry_lease, save_claim
 from llama_ckpt.db.types import now_us
 from llama_ckpt.values import GcItem, GcRun
 
+_KEPT_US = 90 * 86_400 * 1_000_000
+
 
 def take_lease(db: sa.Connection, name: str, holder: str, seconds: float) -> int | None:
     """Takes or renews a named lease and gives its fence, a number that grows with every change of hands; None: held."""
@@ -49,7 +51,8 @@ def lease_holder(db: sa.Connection, name: str) -> tuple[str, int]:
 
 
 def start_run(db: sa.Connection, kind: str, host: str) -> int:
-    """Opens a run's record and gives its number."""
+    """Opens a run's record and gives its number; records older than 90 days go, with their items."""
+    db.execute(sa.delete(gc_run).where(gc_run.c.started_us < now_us() - _KEPT_US))
     made = db.execute(
         sa.insert(gc_run).values(kind=kind, host=host, started_us=now_us(), n_items=0, n_failed=0, freed_bytes=0)
     )

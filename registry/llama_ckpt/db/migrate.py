@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 REVISIONS = ("0001", "0002")
 HEAD = REVISIONS[-1]
+_alembic = threading.Lock()  # its context is a global of the process
 
 
 def current(database: Database) -> str | None:
@@ -120,7 +122,8 @@ def script(dialect: str, start: str = "base", end: str = HEAD) -> str:
     config = _config()
     config.output_buffer = io.StringIO()
     config.attributes["dialect"] = dialect
-    command.upgrade(config, f"{start}:{end}" if start != "base" else end, sql=True)
+    with _alembic:
+        command.upgrade(config, f"{start}:{end}" if start != "base" else end, sql=True)
     head, tail = _SCRIPT_FRAMES[dialect]
     return f"{head}\n{config.output_buffer.getvalue().strip()}\n{tail}\n"
 
@@ -142,7 +145,7 @@ def _run(database: Database, verb: str, revision: str) -> None:
     from alembic import command
 
     config = _config()
-    with database.migration() as db:
+    with _alembic, database.migration() as db:
         config.attributes["connection"] = db
         getattr(command, verb)(config, revision)
 

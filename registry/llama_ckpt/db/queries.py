@@ -6,6 +6,7 @@ Only portable SQL: what is written here runs unchanged on every supported databa
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -80,17 +81,11 @@ def put_model(db: sa.Connection, model: RegisteredModel) -> None:
     )
 
 
-def models(
-    db: sa.Connection, *, digest: bytes | None = None, weights: bytes | None = None, name: str | None = None
-) -> list[RegisteredModel]:
-    """The registered models, all or those with this fingerprint, these weights, this name."""
+def models(db: sa.Connection, digest: bytes | None = None) -> list[RegisteredModel]:
+    """The registered models, all or the one with this fingerprint."""
     query = sa.select(llama_model).order_by(llama_model.c.model_name, llama_model.c.created_us)
     if digest is not None:
         query = query.where(llama_model.c.fingerprint == digest)
-    if weights is not None:
-        query = query.where(llama_model.c.weights_sha256 == weights)
-    if name is not None:
-        query = query.where(llama_model.c.model_name == name)
     return [_model(row) for row in db.execute(query)]
 
 
@@ -235,7 +230,8 @@ def lease(db: sa.Connection, row: Checkpoint, seconds: float) -> int | None:
     A row has one expiry for all its readers, the latest. It shields a reader between match and open; who has the file
     open loses nothing by a delete, and whoever opens too late gets a miss.
     """
-    until = clock_us(db) + int(seconds * 1_000_000)
+    # Readers tell their leases apart by the expiry, and SQLite's clock counts milliseconds.
+    until = clock_us(db) + int(seconds * 1_000_000) + secrets.randbelow(1000)
     longer = sa.case((sa.func.coalesce(meta.c.lease_until_us, 0) > until, meta.c.lease_until_us), else_=until)
     changed = db.execute(
         sa.update(meta).where(meta.c.ckpt_no == row.ckpt_no, meta.c.status == ACTIVE).values(lease_until_us=longer)

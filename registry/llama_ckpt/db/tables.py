@@ -106,6 +106,7 @@ llama_checkpoint_meta = Table(
     Index("ix_llama_ckpt_meta_model", "fingerprint"),
     Index("ix_llama_ckpt_meta_gc", "status", "last_used_us"),
     Index("ix_llama_ckpt_meta_parent", "parent_no"),
+    sqlite_autoincrement=True,  # a number is never given twice: who still holds an old row must not mean a new one
 )
 
 # One row per block of token ids that a checkpoint's own file covers, while it is ACTIVE. The key's order makes the smallest file
@@ -148,6 +149,7 @@ gc_run = Table(
     Column("n_items", BigInteger, nullable=False),
     Column("n_failed", BigInteger, nullable=False),
     Column("freed_bytes", BigInteger, nullable=False),
+    sqlite_autoincrement=True,
 )
 
 gc_run_item = Table(

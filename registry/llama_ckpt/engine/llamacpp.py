@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import platformdirs
 
-from llama_ckpt.digests import FileDigests, shards_of, weights_digest_of
+from llama_ckpt.digests import FileDigests, identity_of, weights_digest_of
 from llama_ckpt.engine import Progress, no_progress
 from llama_ckpt.errors import BadInput, EngineFailed, EngineMissing
 from llama_ckpt.fingerprint import TokenIds, fingerprint
@@ -53,7 +53,9 @@ class LlamaCppEngine:
     the next token's logits are right, completions reuse the prefix, seed and sampler are untouched. With `logits_all`
     the scores of restored positions are NaN: a state holds no logits.
 
-    Making one decodes a single token when the `Llama` holds nothing yet, to learn the layout of its states.
+    Making one decodes a single token when the `Llama` holds nothing yet, to learn the layout of its states. The weights are
+    those of the file under the `Llama`'s path at this moment, and LLAMA_ATTN_ROT_DISABLE is read now: wrap a `Llama` soon
+    after it was made. `from_path` notices a file that changes while it is loaded.
 
     Raises:
         BadInput: the model file cannot be read.
@@ -74,7 +76,8 @@ class LlamaCppEngine:
         self.model_name = model_name or path.stem
         self.engine_name = f"llama-cpp-python {llama_cpp.__version__}"
         self.memory_kind = _memory_kind(llama)
-        self.n_ctx = llama.n_ctx()
+        # llama.cpp rounds the context up; the wrapper's own array of token ids is not.
+        self.n_ctx = min(llama.n_ctx(), len(llama.input_ids))
         self._memory = llama_cpp.llama_get_memory(llama.ctx)
         self._digests = digests or FileDigests(platformdirs.user_cache_path("llama-ckpt") / "digests.json")
         probe = self._probe() if self.memory_kind is MemoryKind.FULL else None
@@ -102,12 +105,15 @@ class LlamaCppEngine:
             BadInput: the file is not there, or llama.cpp cannot load it.
         """
         file = Path(path)
-        shards_of(file)
+        before = identity_of(file)
         try:
             llama = llama_cpp.Llama(str(file), **{"verbose": False, **llama_options})
         except (ValueError, RuntimeError, AssertionError) as error:
             raise BadInput(what="model file", value=str(file), reason=f"llama.cpp cannot load it: {error}") from error
-        return cls(llama, model_name=model_name, digests=digests, progress=progress)
+        engine = cls(llama, model_name=model_name, digests=digests, progress=progress)
+        if identity_of(file) != before:
+            raise BadInput(what="model file", value=str(file), reason="it changed while it was loaded; load it again")
+        return engine
 
     # -- what the engine is ------------------------------------------------------------------------------------------
 
@@ -115,7 +121,7 @@ class LlamaCppEngine:
         """A state of this context, parsed: of what it holds, or of one token that is decoded and taken away again."""
         if self.llama.n_tokens:
             return kv_state.parse(self.capture())
-        self.llama.eval([max(self.llama.token_bos(), 0)])
+        self._eval(np.array([max(self.llama.token_bos(), 0)], dtype=np.int32))
         try:
             return kv_state.parse(self.capture())
         finally:
@@ -185,7 +191,10 @@ class LlamaCppEngine:
         if last != n_tokens - 1:
             raise EngineFailed(reason=f"the wrapper says {n_tokens} tokens, the engine's last position is {last}")
         size = llama_cpp.llama_state_seq_get_size(self.llama.ctx, _SEQ)
-        buffer = np.empty(size, dtype=np.uint8)
+        try:
+            buffer = np.empty(size, dtype=np.uint8)
+        except MemoryError as error:
+            raise EngineFailed(reason=f"there is no memory for {size} bytes of state") from error
         pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         got = llama_cpp.llama_state_seq_get_data(self.llama.ctx, pointer, size, _SEQ)
         if size == 0 or got != size:
@@ -261,7 +270,7 @@ class LlamaCppEngine:
     def _eval(self, token_ids: TokenIds) -> None:
         try:
             self.llama.eval(token_ids.tolist())
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise EngineFailed(reason=str(error)) from error
 
     def _forget(self, *, clear_data: bool) -> None:

@@ -54,6 +54,11 @@ def open_checkpoint(view: memoryview, name: str, passed: Callable[[str], None] =
     if header.n_layer != state.n_layer:
         reason = f"the header says {header.n_layer} layers, the payload has {state.n_layer}"
         raise CorruptFile(path=name, check="Structure", reason=reason)
+    shown = {"type_k": state.type_k, "type_v": state.type_v, "v_transposed": state.v_transposed}
+    for field, value in shown.items():
+        if identity.fields.get(field) != value:
+            reason = f"the payload's {field} is {value}, the fingerprint's {identity.fields.get(field)}"
+            raise CorruptFile(path=name, check="Structure", reason=reason)
     if identity.digest != header.fingerprint:
         raise CorruptFile(
             path=name, check="Structure", reason="the metadata's fields do not give the header's fingerprint"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from isal import isal_zlib
 
-from llama_ckpt.errors import CorruptFile
+from llama_ckpt.errors import CorruptFile, Unsupported
 from llama_ckpt.fingerprint import TokenIds
 
 MAGIC = b"LLAM"
@@ -80,10 +80,14 @@ def align_up(offset: int) -> int:
 def encode_head(
     header: Header, metadata: Mapping[str, Any], token_ids: TokenIds, payload: memoryview
 ) -> tuple[bytes, Header]:
-    """All bytes of the file before the payload, and the header with its sizes, offset and CRCs filled in."""
+    """All bytes of the file before the payload, and the header with its sizes, offset and CRCs filled in.
+
+    Raises:
+        Unsupported: metadata of more than 64 KiB.
+    """
     meta = json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     if len(meta) > MAX_METADATA:
-        raise ValueError(f"metadata of {len(meta)} bytes exceeds {MAX_METADATA}")
+        raise Unsupported(what="this model", reason=f"its metadata takes {len(meta)} bytes, at most {MAX_METADATA} fit")
     ids = token_ids.astype("<i4", copy=False).tobytes()
     full = replace(
         header,
