@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from support.databases import empty
 from support.sample_engine import SampleEngine
 
 from llama_ckpt.db import migrate
 from llama_ckpt.db.connect import Database, sqlite_url
-from llama_ckpt.db.tables import llama_checkpoint_meta, metadata, registry_info, registry_lease
 from llama_ckpt.errors import DatabaseUnavailable
 from llama_ckpt.metrics import Counters
 from llama_ckpt.registry import Registry
@@ -75,15 +75,7 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return sqlite_url(tmp_path / "registry.sqlite3")
     url = request.getfixturevalue(f"{request.param}_url")
-    database = Database(url)
-    with database.write() as db:
-        db.execute(sa.update(llama_checkpoint_meta).values(parent_no=None, start_token=0))
-        for table in reversed(metadata.sorted_tables):
-            if table is not registry_lease:
-                db.execute(sa.delete(table))
-        db.execute(sa.update(registry_lease).values(holder=None, fence=0, expires_us=0))
-        db.execute(sa.insert(registry_info).values(name="registry_id", value=uuid.uuid4().hex))
-    database.close()
+    empty(url)
     return url
 
 
