@@ -612,6 +612,21 @@ def test_no_folder_is_made_behind_a_shard_folder_that_is_a_symlink(store, tmp_pa
     assert contents(elsewhere) == {}
 
 
+def test_a_shard_folder_that_becomes_a_symlink_while_a_write_begins_is_not_followed(store, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    def meanwhile(_path):
+        (store.root / "ab").symlink_to(elsewhere)
+        return types.SimpleNamespace(free=1 << 40)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("llama_ckpt.files.shutil.disk_usage", meanwhile)
+        with pytest.raises(UnsafePath, match="it is a symlink or no folder"):
+            store.write(ID, HEAD, PAYLOAD)
+    assert contents(elsewhere) == {}
+
+
 @pytest.mark.parametrize("checkpoint_id", ["../../../escaped", "....//escaped", "short", ID.upper()])
 def test_a_write_under_an_id_that_is_none_is_refused(store, tmp_path, checkpoint_id):
     before = contents(tmp_path)
