@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,6 +10,8 @@ import typer
 from llama_ckpt_cli.session import Session, command, config_file, confirm
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from llama_ckpt.db.connect import Database
 
 
@@ -52,8 +55,8 @@ def upgrade(session: Session) -> None:
 
     if not session.value("database_url"):
         Store(session.root).create()
-    database = _database(session)
-    before = migrate.upgrade(database)
+    with _database(session) as database:
+        before = migrate.upgrade(database)
     value = {"before": before, "now": migrate.HEAD, "database": database.shown_url}
     words = "is there already" if before == migrate.HEAD else f"made (before: {before or 'no schema'})"
     session.out.result(
@@ -69,9 +72,9 @@ def downgrade(
     """Take the schema back to an older revision; what only the newer one holds is lost."""
     from llama_ckpt.db import migrate
 
-    database = _database(session)
-    confirm(session.out, f"take {database.shown_url} back to {revision}?", yes=yes)
-    before = migrate.downgrade(database, revision)
+    with _database(session) as database:
+        confirm(session.out, f"take {database.shown_url} back to {revision}?", yes=yes, advice="add --yes")
+        before = migrate.downgrade(database, revision)
     value = {"before": before, "now": revision, "database": database.shown_url}
     line = f"{database.shown_url}: schema {revision} (before: {before or 'no schema'})"
     session.out.result(value, lambda: session.out.line(line), [revision])
@@ -82,10 +85,10 @@ def check(session: Session) -> None:
     from llama_ckpt.db import migrate
     from llama_ckpt.errors import NotFound, VerifyFailed
 
-    database = _database(session)
-    if not database.exists():
-        raise NotFound(what="database", name=database.shown_url, hint="llama-ckpt db upgrade makes it.")
-    found = migrate.check(database)
+    with _database(session) as database:
+        if not database.exists():
+            raise NotFound(what="database", name=database.shown_url, hint="llama-ckpt db upgrade makes it.")
+        found = migrate.check(database)
 
     def human() -> None:
         for difference in found:
@@ -115,14 +118,19 @@ def current(session: Session) -> None:
     """Show the schema the database is at, and the one this version makes."""
     from llama_ckpt.db import migrate
 
-    database = _database(session)
-    found = migrate.current(database) if database.exists() else None
+    with _database(session) as database:
+        found = migrate.current(database) if database.exists() else None
     value = {"current": found, "head": migrate.HEAD, "database": database.shown_url}
     line = f"{database.shown_url}: schema {found or 'none'}, this version makes {migrate.HEAD}"
     session.out.result(value, lambda: session.out.line(line), [found or "none"])
 
 
-def _database(session: Session) -> Database:
+@contextmanager
+def _database(session: Session) -> Iterator[Database]:
     from llama_ckpt.db.connect import Database
 
-    return Database(session.database_url, session.database_password)
+    database = Database(session.database_url, session.database_password)
+    try:
+        yield database
+    finally:
+        database.close()

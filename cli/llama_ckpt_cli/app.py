@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 
 from llama_ckpt import __version__
-from llama_ckpt.errors import LlamaCkptError
+from llama_ckpt.errors import LlamaCkptError, StoreFull
 from llama_ckpt_cli import administration, checkpoints, demo, inspection, maintenance
 from llama_ckpt_cli.output import printable
 
@@ -57,10 +58,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.write(f"llama-ckpt: {printable(str(error))}\n")
         return error.exit_code
-    except Exception as error:
-        if os.environ.get("LLAMA_CKPT_DEBUG"):
-            raise
-        sys.stderr.write(f"llama-ckpt: internal error: {type(error).__name__}: {printable(str(error))}\n")
-        sys.stderr.write("This should not happen. Set LLAMA_CKPT_DEBUG=1 for the traceback, and report it.\n")
-        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EPIPE):
+            return _internal(error)
+        sys.stderr.write(f"llama-ckpt: the output cannot be written: {error.strerror}\n")
+        # Python would try to write the rest once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return StoreFull.exit_code
+    except Exception as error:  # noqa: BLE001 - the last place: a sentence, and how to get the rest
+        return _internal(error)
     return 0
+
+
+def _internal(error: Exception) -> int:
+    """A fault of the program: one sentence, and how to get the rest."""
+    if os.environ.get("LLAMA_CKPT_DEBUG"):
+        raise error
+    sys.stderr.write(f"llama-ckpt: internal error: {type(error).__name__}: {printable(str(error))}\n")
+    sys.stderr.write("This should not happen. Set LLAMA_CKPT_DEBUG=1 for the traceback, and report it.\n")
+    return 1

@@ -135,7 +135,9 @@ def ls(
 
     with session.registry() as registry:
         status = None if all_rows else Status.ACTIVE
-        rows = registry.list(status=status, model_name=model, label=label, at_most=limit)
+        rows = registry.list(status=status, model_name=model, label=label, at_most=limit + 1)
+
+    more, rows = len(rows) > limit, rows[:limit]
 
     def human() -> None:
         columns = ["id", "model", "tokens", "size", "saved", "used", "hits", "status", "label"]
@@ -144,7 +146,7 @@ def ls(
     session.out.result(rows, human if rows else lambda: None, [c.id for c in rows])
     if not rows:
         session.out.note("no checkpoints" + ("" if all_rows else " that are ACTIVE; --all shows STALE ones too"))
-    elif len(rows) == limit:
+    elif more:
         session.out.note(f"the newest {limit}; --limit shows more")
 
 
@@ -197,15 +199,27 @@ def unpin(session: Session, ids: Ids) -> None:
 
 def rm(session: Session, ids: Ids) -> None:
     """Offer checkpoints no more: they become STALE, and gc frees their files after the grace."""
-    _each(session, ids, "remove", "STALE (removed); gc frees it after the grace")
+    _each(session, ids, "remove", "STALE ({reason}); gc frees it after the grace")
 
 
 def _each(session: Session, ids: list[str], verb: str, done: str) -> None:
+    """One after the other; what was done before a failure is told before the failure."""
+    from llama_ckpt.errors import LlamaCkptError
+
+    changed: list[Checkpoint] = []
+    failure: LlamaCkptError | None = None
     with session.registry() as registry:
-        changed = [getattr(registry, verb)(one) for one in ids]
+        for one in ids:
+            try:
+                changed.append(getattr(registry, verb)(one))
+            except LlamaCkptError as error:
+                failure = error
+                break
 
     def human() -> None:
         for c in changed:
-            session.out.line(f"{c.id} {done}")
+            session.out.line(f"{c.id} {done.format(reason=c.stale_reason)}")
 
-    session.out.result(changed, human, [c.id for c in changed])
+    session.out.result(changed, human if changed else lambda: None, [c.id for c in changed])
+    if failure is not None:
+        raise failure

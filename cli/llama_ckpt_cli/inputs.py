@@ -70,6 +70,8 @@ def input_sha256(text: str | None, text_file: str | None, hash_hex: str | None) 
     from llama_ckpt.errors import BadInput
 
     if hash_hex is None:
+        if text is None and text_file is None:
+            raise BadInput(what="input", value="none", reason="give one of --text, --text-file and --hash")
         data = input_bytes(text, text_file)
         if not data:
             raise BadInput(what="input", value=text_file or text, reason="it is empty")

@@ -32,21 +32,17 @@ def inspect(
 
     problem: CorruptFile | None = None
     with map_file(file) as view:
-        pairs: dict[str, Any] = {"file": str(file), "size": f"{len(view)} bytes ({size(len(view))})"}
-        pairs["first 16 bytes"] = hex_dump(bytes(view[:16]))
+        value: dict[str, Any] = {"file": str(file), "size_bytes": len(view), "first_bytes": bytes(view[:16])}
         try:
             opened = formats.open_checkpoint(view, str(file))
-            pairs |= _header(view) | _contents(opened)
+            value |= _header(view) | _contents(opened)
             del opened
         except CorruptFile as error:
             problem = error
-            pairs |= _header(view)
-    pairs["verdict"] = (
-        "whole: every check passed"
-        if problem is None
-        else f"DAMAGED: {problem.values['check']}: {problem.values['reason']}"
-    )
-    session.out.result(pairs, lambda: session.out.fields(pairs), [pairs["verdict"]])
+            value |= _header(view)
+    fault = None if problem is None else f"{problem.values['check']}: {problem.values['reason']}"
+    value["verdict"] = "whole: every check passed" if fault is None else f"DAMAGED: {fault}"
+    session.out.result(value, lambda: session.out.fields(_for_people(value)), [value["verdict"]])
     if problem is not None:
         raise typer.Exit(problem.exit_code)
 
@@ -58,6 +54,8 @@ def hex_dump(data: bytes) -> str:
 
 def _header(view: memoryview) -> dict[str, Any]:
     """The header's fields as they stand, checked or not; nothing where there is no magic."""
+    from dataclasses import asdict
+
     from llama_ckpt.errors import CorruptFile
     from llama_ckpt.formats import container
 
@@ -66,24 +64,45 @@ def _header(view: memoryview) -> dict[str, Any]:
     except CorruptFile:
         return {}
     if len(view) - padding < container.HEADER_SIZE:
-        return {"zero bytes before the magic": padding}
-    header = container.unpack_header(view, padding)
+        return {"padding": padding}
+    return {"padding": padding, **asdict(container.unpack_header(view, padding))}
+
+
+def _contents(opened: Any) -> dict[str, Any]:
+    metadata, state = opened.contents.metadata, opened.state
     return {
-        "magic": f"{container.MAGIC.decode()} at byte {padding}",
-        "version": header.version,
-        "flags": f"{header.flags:#x}{' sliceable' if header.flags & container.FLAG_SLICEABLE else ''}",
-        "header CRC-32": f"{header.header_crc32:08x}",
-        "tokens": f"{header.start_token} to {header.seq_len}",
-        "layers": header.n_layer,
-        "KV heads": header.n_kv_head or "unknown",
-        "metadata": f"{header.metadata_size} bytes",
-        "fingerprint": header.fingerprint.hex(),
-        "input SHA-256": header.input_hash.hex(),
-        "created": _created(header.created_ns),
-        "head CRC-32": f"{header.head_crc32:08x}",
-        "payload CRC-32": f"{header.payload_crc32:08x}",
-        "payload": f"{header.payload_size} bytes at {header.payload_offset}",
+        "model": metadata.get("model_name"),
+        "engine": metadata.get("engine"),
+        "dialect": state.dialect,
+        "bytes_per_token": state.token_bytes,
+        "first_token_ids": opened.contents.token_ids[:8].tolist(),
+        "fingerprint_fields": dict(sorted(opened.fingerprint.fields.items())),
     }
+
+
+def _for_people(value: dict[str, Any]) -> dict[str, Any]:
+    """The same with units, hex and dates, nested values a line each."""
+    shown: dict[str, Any] = {}
+    for name, one in value.items():
+        if name == "first_bytes":
+            shown["first 16 bytes"] = hex_dump(one)
+        elif name == "padding":
+            shown["magic"] = f"LLAM at byte {one}"
+        elif name in ("size_bytes", "payload_size"):
+            shown[name] = f"{one} ({size(one)})"
+        elif name == "created_ns":
+            shown["created"] = _created(one)
+        elif name.endswith("crc32"):
+            shown[name] = f"{one:08x}"
+        elif name == "flags":
+            shown[name] = f"{one:#x}{' delta' if one & 1 else ''}{' sliceable' if one & 2 else ''}"
+        elif isinstance(one, dict):
+            shown |= {f"  {key}": inner for key, inner in one.items()}
+        else:
+            shown[name] = (
+                one.hex() if isinstance(one, bytes) else " ".join(map(str, one)) if isinstance(one, list) else one
+            )
+    return shown
 
 
 def _created(created_ns: int) -> str:
@@ -93,25 +112,15 @@ def _created(created_ns: int) -> str:
         return f"{created_ns} ns (no date)"
 
 
-def _contents(opened: Any) -> dict[str, Any]:
-    metadata, state = opened.contents.metadata, opened.state
-    return {
-        "model": metadata.get("model_name"),
-        "engine": metadata.get("engine"),
-        "K / V": f"{state.type_k} / {state.type_v}{', V transposed' if state.v_transposed else ''}",
-        "bytes per token": state.token_bytes,
-        "first token ids": " ".join(map(str, opened.contents.token_ids[:8])) + (" …" if state.n_cells > 8 else ""),
-        **{f"fingerprint: {k}": v for k, v in sorted(opened.fingerprint.fields.items())},
-    }
-
-
 def verify(
     session: Session,
     what: Annotated[str | None, typer.Argument(help="A checkpoint's id or a file.", metavar="[ID|FILE]")] = None,
     all_rows: Annotated[bool, typer.Option("--all", help="Every ACTIVE checkpoint, and the store's folders.")] = False,
 ) -> None:
     """Check a checkpoint, a file or everything, one line per check. Changes nothing. Exit code 12: something failed."""
-    from llama_ckpt.errors import BadInput
+    import re
+
+    from llama_ckpt.errors import BadInput, FileMissing
     from llama_ckpt.verify import file_checks
 
     if (what is None) != all_rows:
@@ -119,8 +128,10 @@ def verify(
     if what is None:
         return _verify_all(session)
     if _is_there(what):
-        registry = session.existing_registry()
-        return _report(session, [(what, file_checks(Path(what), registry.database if registry else None))])
+        with session.existing_registry() as registry:
+            return _report(session, [(what, file_checks(Path(what), registry.database if registry else None))])
+    if not re.fullmatch(r"[0-9a-fA-F]{4,32}", what) and any(c in what for c in "/\\."):
+        raise FileMissing(path=what)
     from llama_ckpt.verify import Verifier
 
     with session.registry() as registry:

@@ -39,15 +39,19 @@ def prune(
     policy = Policy(
         max_age_s=seconds(age, "--max-age") if age else None, max_idle_s=seconds(idle, "--max-idle") if idle else None
     )
+    if dry_run:
+        with session.existing_registry() as there:
+            planned = Collector(there.parts).plan_prune(policy) if there else []
+        return _tell_prune(session, planned, "would be marked STALE")
     with session.registry() as registry:
         collector = Collector(registry.parts)
         verdicts = collector.plan_prune(policy)
-        if dry_run or not verdicts:
-            return _tell_prune(session, verdicts, "would be marked STALE")
-        if session.out.human and not yes:
-            _show_prune(session, verdicts)
-        confirm(session.out, f"mark {count(len(verdicts), 'checkpoint')} STALE?", yes=yes)
-        return _tell_prune(session, collector.prune(verdicts), "marked STALE")
+        if verdicts:
+            if session.out.human and not yes:
+                _show_prune(session, verdicts)
+            confirm(session.out, f"mark {count(len(verdicts), 'checkpoint')} STALE?", yes=yes)
+            verdicts = collector.prune(verdicts)
+    return _tell_prune(session, verdicts, "marked STALE")
 
 
 def _show_prune(session: Session, verdicts: list[Verdict]) -> None:
@@ -75,27 +79,33 @@ def gc(
     force: Annotated[str | None, typer.Option(metavar="REGISTRY-ID", help="Run against the evidence.")] = None,
 ) -> None:
     """Free the bytes of STALE checkpoints, of files without a row and of interrupted writes."""
-    from llama_ckpt.collector import Collector
+    from llama_ckpt.collector import NOTHING, Collector
     from llama_ckpt.config import seconds
 
+    graces = {
+        "stale_grace_s": seconds(session.value("stale_grace", stale_grace), "--stale-grace"),
+        "ghost_grace_s": seconds(session.value("ghost_grace", ghost_grace), "--ghost-grace"),
+    }
+    if dry_run:
+        with session.existing_registry() as there:
+            plan = Collector(there.parts).plan(**graces, force=force) if there else NOTHING
+        _note_foreign(session, plan)
+        return session.out.result(plan, lambda: _tell_plan(session, plan), [item.path for item in plan.items])
     with session.registry() as registry:
         collector = Collector(registry.parts)
-        plan = collector.plan(
-            stale_grace_s=seconds(session.value("stale_grace", stale_grace), "--stale-grace"),
-            ghost_grace_s=seconds(session.value("ghost_grace", ghost_grace), "--ghost-grace"),
-            force=force,
-        )
-        for finding in plan.findings:
-            session.out.note(f"left alone: {finding.path}: {finding.detail}")
-        if dry_run:
-            return session.out.result(plan, lambda: _tell_plan(session, plan), [item.path for item in plan.items])
+        plan = collector.plan(**graces, force=force)
+        _note_foreign(session, plan)
         if plan.items and not yes:
             if session.out.human:
                 _tell_plan(session, plan)
             confirm(session.out, f"free {size(plan.size_bytes)}?", yes=False)
         report = collector.run(plan)
-    session.out.result(report, lambda: _tell_report(session, report), [str(report.freed_bytes)])
-    return None
+    return session.out.result(report, lambda: _tell_report(session, report), [str(report.freed_bytes)])
+
+
+def _note_foreign(session: Session, plan: GcPlan) -> None:
+    for finding in plan.findings:
+        session.out.note(f"left alone: {finding.path}: {finding.detail}")
 
 
 def _tell_plan(session: Session, plan: GcPlan) -> None:

@@ -28,7 +28,8 @@ class Output:
     def result(self, value: Any, human: Callable[[], None], bare: Sequence[str] = ()) -> None:
         """Prints a result once: `value` as JSON, or what `human` prints, or the lines `bare` for --quiet."""
         if self.as_json:
-            self.line(json.dumps(plain(value), ensure_ascii=False, indent=2))
+            # JSON's own escapes: exact for any text, harmless on any terminal, and right in any encoding.
+            sys.stdout.write(json.dumps(plain(value), indent=2) + "\n")
         elif self.quiet:
             for line in bare:
                 self.line(line)

@@ -8,7 +8,8 @@ import logging
 import os
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,13 +85,19 @@ class Session:
             self.database_url, self.root, database_password=self.database_password, drop_page_cache=drop
         )
 
-    def existing_registry(self) -> Registry | None:
-        """The same, but None instead of making one: for questions about a file that need no registry."""
-        from llama_ckpt.registry import DATABASE_FILE
+    @contextmanager
+    def existing_registry(self) -> Iterator[Registry | None]:
+        """The same, but None instead of making one: for questions that need no registry, or change nothing."""
+        from llama_ckpt.db.connect import Database
 
-        if not self.value("database_url") and not (self.root / DATABASE_FILE).exists():
-            return None
-        return self.registry()
+        database = Database(self.database_url, self.database_password)
+        there = database.exists()
+        database.close()
+        if not there:
+            yield None
+            return
+        with self.registry() as registry:
+            yield registry
 
 
 def config_file() -> Path:
@@ -154,25 +161,24 @@ def _set_up_log(*, quiet: bool) -> None:
     log.setLevel(logging.ERROR if quiet else logging.INFO)
 
 
-def confirm(out: Output, question: str, *, yes: bool) -> None:
+def confirm(out: Output, question: str, *, yes: bool, advice: str = "add --yes (or --dry-run)") -> None:
     """Asks before something goes; without a terminal only --yes will do.
 
     Raises:
         BadInput: nobody can be asked.
-        typer.Exit: the answer is no.
+        typer.Exit: the answer is no, or Ctrl-C.
     """
     from llama_ckpt.errors import BadInput
 
     if yes:
         return
     if not sys.stdin.isatty():
-        raise BadInput(
-            what="confirmation", value="none", reason="there is no terminal to ask on; add --yes (or --dry-run)"
-        )
-    try:
-        agreed = typer.confirm(question, err=True)
-    except typer.Abort:  # Ctrl-C or end of input at the question
-        raise typer.Exit(130) from None
-    if not agreed:
+        raise BadInput(what="confirmation", value="none", reason=f"there is no terminal to ask on; {advice}")
+    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.flush()
+    answer = sys.stdin.readline()
+    if not answer:  # the end of input, as Ctrl-D gives it
+        raise typer.Exit(130)
+    if answer.strip().lower() not in ("y", "yes"):
         out.note("nothing was changed")
         raise typer.Exit(0)

@@ -47,6 +47,9 @@ _S = 1_000_000
 T = TypeVar("T")
 
 
+NOTHING = GcPlan(items=(), findings=(), n_files=0, n_rows=0)
+
+
 class Collector:
     """Prune and gc over one registry's rows and files. One run at a time over all hosts, by a lease with an expiry."""
 
@@ -301,7 +304,7 @@ def _ghost_items(entries: Sequence[Entry], rows: Sequence[Checkpoint], now_us: i
     for entry in entries:
         if entry.kind == "foreign" or entry.path in named:
             continue
-        age_s = (now_ns - entry.mtime_ns) / 1e9
+        age_s = max(0.0, (now_ns - entry.mtime_ns) / 1e9)  # clocks differ by less than a tick
         if age_s >= grace_s:
             kind = GcKind.TEMPORARY if entry.kind == "temporary" else GcKind.ORPHAN
             reason = "a write that never ended" if kind is GcKind.TEMPORARY else "no row names it"

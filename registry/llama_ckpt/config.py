@@ -12,7 +12,7 @@ from llama_ckpt.errors import BadInput
 
 ENVIRONMENT_PREFIX = "LLAMA_CKPT_"
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)")
+_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw]?)")
 DEFAULTS: Mapping[str, str] = {
     "database_url": "",
     "store": "",

@@ -155,12 +155,16 @@ class Store:
                 self._stage(temporary, head, payload, size)
                 self._hook("staged")
                 os.rename(temporary, target)
+            except Exception:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+                raise
+            try:
                 self._hook("renamed")
                 _fsync_folder(target.parent)
             except Exception:
-                for leftover in (temporary, target):
-                    with contextlib.suppress(OSError):
-                        leftover.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    target.unlink(missing_ok=True)
                 raise
         return size
 
@@ -393,8 +397,9 @@ def _told(path: Path, needed: int = 0) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FULL:
             raise StoreFull(needed=needed, path=path.parent, reason=_reason(error)) from error
-        if error.errno == errno.ELOOP:
-            raise UnsafePath(path=path, reason="it is a symlink") from error
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            reason = "it is a symlink" if error.errno == errno.ELOOP else "not a regular file"
+            raise UnsafePath(path=path, reason=reason) from error
         raise StoreUnavailable(path=path, reason=_reason(error)) from error
 
 

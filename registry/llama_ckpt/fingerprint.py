@@ -60,11 +60,16 @@ def weights_digest(shard_digests: Sequence[bytes]) -> bytes:
 
 def differences(saved: Mapping[str, FieldValue], now: Mapping[str, FieldValue]) -> tuple[Difference, ...]:
     """The fields that keep two fingerprints apart, in the order a person would ask for them."""
-    keys = [k for k in (*_MEANING, *sorted(saved.keys() | now.keys())) if saved.get(k) != now.get(k)]
+    keys = [k for k in (*_MEANING, *sorted(saved.keys() | now.keys())) if _spelt(saved.get(k)) != _spelt(now.get(k))]
     return tuple(
         Difference(field=_MEANING.get(k, k), saved=_say(saved.get(k)), now=_say(now.get(k)))
         for k in dict.fromkeys(keys)
     )
+
+
+def _spelt(value: FieldValue | None) -> str:
+    """As it is hashed: to Python true is 1, to a digest it is not."""
+    return json.dumps(value, sort_keys=True)
 
 
 def _say(value: FieldValue | None) -> str:

@@ -246,8 +246,7 @@ class Registry:
                     self.parts, engine, given, replace(options, prefill_ms=prefill_ms), instead_of=restored.checkpoint
                 )
             except LlamaCkptError as error:
-                log.warning("the input was evaluated but not saved: %s", error)
-                problem = error
+                problem = error  # the caller's to tell: it is in the result
         return WarmResult(
             restore=restored,
             save=saved,
@@ -291,6 +290,8 @@ class Registry:
         at_most: int | None = None,
     ) -> list[Checkpoint]:
         """Checkpoints, newest first."""
+        if any(text is not None and saving.clean_name(text) != text for text in (model_name, label)):
+            return []  # no row can have such a name
         return self.database.query(
             lambda db: queries.list_checkpoints(db, status=status, model_name=model_name, label=label, at_most=at_most)
         )

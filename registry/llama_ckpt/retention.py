@@ -33,9 +33,9 @@ def _judge(row: Checkpoint, policy: Policy, now_us: int) -> Verdict:
     if row.expires_us is not None and row.expires_us <= now_us:
         return Verdict(checkpoint=row, keep=False, rule="its own expiry has passed", stale_reason=StaleReason.EXPIRED)
     if policy.max_age_s is not None and age_s > policy.max_age_s:
-        rule = f"saved {age_s:.0f} s ago, max_age is {policy.max_age_s:.0f} s"
+        rule = f"saved over {age_s:.0f} s ago, max_age is {policy.max_age_s:.0f} s"
         return Verdict(checkpoint=row, keep=False, rule=rule, stale_reason=StaleReason.EVICTED)
     if policy.max_idle_s is not None and idle_s > policy.max_idle_s:
-        rule = f"unused for {idle_s:.0f} s, max_idle is {policy.max_idle_s:.0f} s"
+        rule = f"unused for over {idle_s:.0f} s, max_idle is {policy.max_idle_s:.0f} s"
         return Verdict(checkpoint=row, keep=False, rule=rule, stale_reason=StaleReason.EVICTED)
     return Verdict(checkpoint=row, keep=True, rule="within the policy")

@@ -40,11 +40,11 @@ EVICTED, EXPIRED = StaleReason.EVICTED, StaleReason.EXPIRED
         # age, counted from the save
         ({"age_s": 59}, {"max_age_s": 60}, True, "within the policy", None),
         ({"age_s": 60}, {"max_age_s": 60}, True, "within the policy", None),
-        ({"age_s": 60 + MICROSECOND}, {"max_age_s": 60}, False, "saved 60 s ago, max_age is 60 s", EVICTED),
-        ({"age_s": 3600}, {"max_age_s": 60}, False, "saved 3600 s ago, max_age is 60 s", EVICTED),
-        ({"age_s": 3600, "idle_s": 0}, {"max_age_s": 60}, False, "saved 3600 s ago, max_age is 60 s", EVICTED),
+        ({"age_s": 60 + MICROSECOND}, {"max_age_s": 60}, False, "saved over 60 s ago, max_age is 60 s", EVICTED),
+        ({"age_s": 3600}, {"max_age_s": 60}, False, "saved over 3600 s ago, max_age is 60 s", EVICTED),
+        ({"age_s": 3600, "idle_s": 0}, {"max_age_s": 60}, False, "saved over 3600 s ago, max_age is 60 s", EVICTED),
         ({"age_s": 0}, {"max_age_s": 0}, True, "within the policy", None),
-        ({"age_s": 1}, {"max_age_s": 0}, False, "saved 1 s ago, max_age is 0 s", EVICTED),
+        ({"age_s": 1}, {"max_age_s": 0}, False, "saved over 1 s ago, max_age is 0 s", EVICTED),
         ({"age_s": 0.4}, {"max_age_s": 0.5}, True, "within the policy", None),
         # idleness, counted from the last use
         ({"age_s": 3600, "idle_s": 59}, {"max_idle_s": 60}, True, "within the policy", None),
@@ -53,24 +53,24 @@ EVICTED, EXPIRED = StaleReason.EVICTED, StaleReason.EXPIRED
             {"age_s": 3600, "idle_s": 60 + MICROSECOND},
             {"max_idle_s": 60},
             False,
-            "unused for 60 s, max_idle is 60 s",
+            "unused for over 60 s, max_idle is 60 s",
             EVICTED,
         ),
-        ({"age_s": 3600, "idle_s": 61}, {"max_idle_s": 60}, False, "unused for 61 s, max_idle is 60 s", EVICTED),
+        ({"age_s": 3600, "idle_s": 61}, {"max_idle_s": 60}, False, "unused for over 61 s, max_idle is 60 s", EVICTED),
         # both
         ({"age_s": 100, "idle_s": 10}, {"max_age_s": 200, "max_idle_s": 20}, True, "within the policy", None),
         (
             {"age_s": 300, "idle_s": 30},
             {"max_age_s": 200, "max_idle_s": 20},
             False,
-            "saved 300 s ago, max_age is 200 s",
+            "saved over 300 s ago, max_age is 200 s",
             EVICTED,
         ),
         (
             {"age_s": 100, "idle_s": 30},
             {"max_age_s": 200, "max_idle_s": 20},
             False,
-            "unused for 30 s, max_idle is 20 s",
+            "unused for over 30 s, max_idle is 20 s",
             EVICTED,
         ),
         # its own expiry needs no policy
@@ -82,7 +82,7 @@ EVICTED, EXPIRED = StaleReason.EVICTED, StaleReason.EXPIRED
             {"expires_us": NOW + 1, "age_s": 300},
             {"max_age_s": 200},
             False,
-            "saved 300 s ago, max_age is 200 s",
+            "saved over 300 s ago, max_age is 200 s",
             EVICTED,
         ),
         # leases
@@ -93,7 +93,7 @@ EVICTED, EXPIRED = StaleReason.EVICTED, StaleReason.EXPIRED
             {"lease_until_us": NOW - 1, "age_s": 300},
             {"max_age_s": 200},
             False,
-            "saved 300 s ago, max_age is 200 s",
+            "saved over 300 s ago, max_age is 200 s",
             EVICTED,
         ),
         # pins

@@ -62,7 +62,7 @@ class Database:
     @property
     def shown_url(self) -> str:
         """The URL for logs and messages: without the password."""
-        return self.url.render_as_string(hide_password=True)
+        return _shown(self.url)
 
     @property
     def dialect(self) -> str:
@@ -159,7 +159,13 @@ def sqlite_url(path: Path) -> str:
 
 def hide_password(url: str) -> str:
     """A database URL for people: without the password."""
-    return _parse(url).render_as_string(hide_password=True)
+    return _shown(_parse(url))
+
+
+def _shown(url: URL) -> str:
+    """The URL with what its query or its user part may hold of secrets made unreadable."""
+    secret = {key: "***" for key in url.query if "pass" in key.lower() or "secret" in key.lower()}
+    return url.update_query_dict(secret).render_as_string(hide_password=True)
 
 
 def _parse(text: str) -> URL:
@@ -170,6 +176,8 @@ def _parse(text: str) -> URL:
         raise BadInput(
             what="database URL", value=shown, reason="expected e.g. sqlite:////path/registry.sqlite3"
         ) from error
+    if "@" in (url.host or ""):
+        raise BadInput(what="database URL", value=url.drivername, reason="write an @ inside the password as %40")
     url = url.set(drivername=_SHORT.get(url.drivername, url.drivername))
     if url.drivername not in SUPPORTED:
         raise BadInput(what="database URL", value=url.drivername, reason=f"llama-ckpt speaks {', '.join(SUPPORTED)}")
@@ -192,10 +200,10 @@ def _engine(url: URL, *, foreign_keys: bool = True, **options: Any) -> sa.Engine
     try:
         engine = sa.create_engine(url, connect_args=arguments, **options)
     except (sa.exc.ArgumentError, ValueError, TypeError) as error:
-        raise BadInput(what="database URL", value=str(url.query or url.drivername), reason=str(error)) from error
+        raise BadInput(what="database URL", value=_shown(url), reason=str(error)) from error
     except ModuleNotFoundError as error:
         reason = f"{error}; install it with: pip install 'llama-ckpt[{SUPPORTED[url.drivername]}]'"
-        raise DatabaseUnavailable(url=url.render_as_string(hide_password=True), reason=reason) from error
+        raise DatabaseUnavailable(url=_shown(url), reason=reason) from error
     if name == "sqlite":
         _require_local(Path(url.database or ""))
         _tune_sqlite(engine, Path(url.database or ""), foreign_keys)

@@ -73,6 +73,10 @@ def upgrade(database: Database, revision: str = HEAD) -> str | None:
     """
     found = require_known(database)
     _require_revision(revision)
+    if found is not None and revision < found:
+        raise BadInput(
+            what="revision to reach", value=revision, reason=f"the database is at {found}; downgrade goes back"
+        )
     if found != revision:
         _run(database, "upgrade", revision)
     return found
@@ -89,6 +93,9 @@ def downgrade(database: Database, revision: str) -> str | None:
     found = require_known(database)
     if revision != "base":
         _require_revision(revision)
+        if found is None or revision > found:
+            reason = f"the database is at {found or 'no schema'}; llama-ckpt db upgrade goes up"
+            raise BadInput(what="revision to go back to", value=revision, reason=reason)
     _run(database, "downgrade", revision)
     return found
 
@@ -97,11 +104,13 @@ def check(database: Database) -> list[str]:
     """What differs between the database's schema and the one this version expects; nothing when they agree. Reads only.
 
     Raises:
+        SchemaTooNew: a newer llama-ckpt made it.
         DatabaseUnavailable: the database cannot be reached.
     """
     from alembic.autogenerate import compare_metadata
     from alembic.migration import MigrationContext
 
+    require_known(database)
     with database.read() as db:
         context = MigrationContext.configure(db, opts={"version_table": VERSION_TABLE, "compare_type": True})
         return [str(difference) for difference in compare_metadata(context, metadata)]
@@ -117,6 +126,8 @@ def script(dialect: str, start: str = "base", end: str = HEAD) -> str:
         raise BadInput(what="dialect", value=dialect, reason=f"scripts are made for {' and '.join(_SCRIPT_FRAMES)}")
     for revision in {start, end} - {"base"}:
         _require_revision(revision)
+    if start != "base" and start >= end:
+        raise BadInput(what="--to", value=end, reason=f"a script goes up, from {start} to a later revision")
     from alembic import command
 
     config = _config()

@@ -120,7 +120,7 @@ def require_plain_sequence(state: KvState, n_tokens: int) -> None:
     """Holds a state to what a full checkpoint of `n_tokens` tokens is: one cell at each position 0 .. n_tokens-1.
 
     Raises:
-        Unsupported: another number of cells, a position twice or missing, or layers of unequal V and K.
+        Unsupported: another number of cells, or a position twice or missing.
     """
     if state.n_cells != n_tokens:
         raise Unsupported(what="this state", reason=f"it has {state.n_cells} cells for {n_tokens} tokens")

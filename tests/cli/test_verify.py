@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from llama_ckpt.errors import BadInput, NotFound, UnsafePath, VerifyFailed
+from llama_ckpt.files import path_of
+
+GOOD = ["Header OK", "CRC32 OK", "Structure OK", "Dimensions match model", "Row OK"]
+
+
+def damage(path, at=-1):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_good_checkpoint_has_one_line_for_each_check(run, populated):
+    assert run("verify", populated.ids["one"]).succeeded().lines == GOOD
+
+
+def test_a_good_file_of_a_known_model_has_the_same_lines_but_for_its_row(run, populated, tmp_path):
+    path = shutil.copy(populated.path("one"), tmp_path / "elsewhere.llam")
+    assert run("verify", path).succeeded().lines == GOOD[:-1]
+
+
+def test_a_shifted_file_is_good_and_the_shift_is_told(run, populated, tmp_path):
+    path = tmp_path / "shifted.llam"
+    path.write_bytes(bytes(4) + populated.path("one").read_bytes())
+    first, *rest = run("verify", path).succeeded().lines
+    assert first.startswith("Header OK")
+    assert "4 zero bytes" in first
+    assert rest == GOOD[1:-1]
+
+
+def test_a_file_of_a_model_that_is_not_registered_here_is_checked_as_far_as_can_be(run, empty, template):
+    lines = run("verify", template.path("one")).succeeded().lines
+    assert lines[:3] == GOOD[:3]
+    assert lines[3].startswith("Dimensions not checked: the model is not registered")
+
+
+def test_a_file_is_checked_without_a_database_and_none_is_made(run, template, tmp_path):
+    lines = run("verify", template.path("one")).succeeded().lines
+    assert lines[:3] == GOOD[:3]
+    assert not (tmp_path / "xdg_data_home").exists()
+
+
+@pytest.mark.parametrize("given", ["id", "file"])
+def test_a_damaged_payload_is_told_by_the_check_that_found_it(run, populated, given):
+    damage(populated.path("one"))
+    ran = run("verify", populated.ids["one"] if given == "id" else populated.path("one"))
+    ran.failed(VerifyFailed, "1 of 1")
+    assert ran.lines[0] == "Header OK"
+    assert ran.lines[1].startswith("CRC32 FAILED: ")
+    assert "Dimensions not checked: CRC32 failed" in ran.lines
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, 5000])
+def test_a_cut_file_fails_at_its_header(run, populated, length):
+    populated.path("one").write_bytes(populated.path("one").read_bytes()[:length])
+    ran = run("verify", populated.ids["one"])
+    ran.failed(VerifyFailed)
+    assert ran.lines[0].startswith("Header FAILED: ")
+    assert not any(line.endswith("OK") for line in ran.lines)
+
+
+def test_another_checkpoints_file_under_a_rows_name_fails_at_the_row(run, populated):
+    shutil.copy(populated.path("two"), populated.path("one"))
+    ran = run("verify", populated.ids["one"])
+    ran.failed(VerifyFailed)
+    assert ran.lines[-1].startswith("Row FAILED: input hash")
+
+
+def test_a_missing_file_fails(run, populated):
+    populated.path("one").unlink()
+    ran = run("verify", populated.ids["one"])
+    ran.failed(VerifyFailed)
+    assert ran.lines[0].startswith("File FAILED")
+
+
+def test_all_goes_through_every_active_checkpoint_and_counts(run, populated):
+    run("rm", populated.ids["two"]).succeeded()
+    lines = run("verify", "--all").succeeded().lines
+    assert lines[:-1] == [f"{populated.ids[name]}: {check}" for name in ("other", "one", "crlf") for check in GOOD]
+    assert lines[-1] == "3 of 3 checkpoints verified"
+
+
+def test_all_names_each_checkpoint_that_fails_and_goes_on(run, populated):
+    damage(populated.path("one"))
+    populated.path("two").unlink()
+    ran = run("verify", "--all")
+    ran.failed(VerifyFailed, "2 of 4")
+    assert f"{populated.ids['one']}: CRC32 FAILED" in ran.out
+    assert f"{populated.ids['two']}: File FAILED" in ran.out
+    assert f"{populated.ids['crlf']}: Row OK" in ran.out
+    assert ran.lines[-1] == "2 of 4 checkpoints verified"
+    assert set(run("verify", "--all", "-q").lines) == {populated.ids["one"], populated.ids["two"]}
+
+
+def test_all_of_an_empty_registry_is_clean(run, empty):
+    assert run("verify", "--all").succeeded().lines == ["0 of 0 checkpoints verified"]
+
+
+def test_all_tells_of_files_without_a_row_on_stderr(run, populated):
+    orphan, temporary = (populated.root / path_of("ab" * 16).replace(".llam", s) for s in (".llam", ".tmp"))
+    orphan.parent.mkdir(parents=True)
+    for path in (orphan, temporary, orphan.with_name("what is this")):
+        path.write_bytes(b"12345")
+    ran = run("verify", "--all")
+    assert ran.code == 0
+    told = dict(line.split(": ", 1) for line in ran.err.splitlines())
+    assert set(told) == {"orphan", "temporary", "foreign"}
+    assert told["orphan"].startswith(path_of("ab" * 16))
+    assert orphan.exists()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_json_has_the_checks_by_name(run, populated, damaged):
+    if damaged:
+        damage(populated.path("one"))
+    ran = run("verify", populated.ids["one"], "--json")
+    (checks,) = ran.json()["checkpoints"].values()
+    assert [check["name"] for check in checks][:4] == ["Header", "CRC32", "Structure", "Dimensions"]
+    assert checks[1]["ok"] is not damaged
+    assert ran.code == (VerifyFailed.exit_code if damaged else 0)
+
+
+def test_quiet_prints_what_failed_and_nothing_when_nothing_did(run, populated):
+    assert run("verify", populated.ids["one"], "-q").succeeded().out == ""
+    damage(populated.path("one"))
+    assert run("verify", populated.ids["one"], "-q").out == f"{populated.ids['one']}\n"
+
+
+def test_verify_changes_nothing_not_even_the_row_of_a_damaged_file(run, populated):
+    damage(populated.path("one"))
+    populated.path("two").unlink()
+    before = populated.snapshot()
+    for what in (populated.ids["one"], populated.ids["two"], populated.path("one"), "--all"):
+        assert run("verify", what).code == VerifyFailed.exit_code
+    assert populated.snapshot() == before
+
+
+@pytest.mark.parametrize("given", [[], ["ID", "--all"]], ids=["neither", "both"])
+def test_either_one_thing_or_all_is_verified(run, populated, given):
+    given = [populated.ids["one"] if word == "ID" else word for word in given]
+    run("verify", *given).refused(BadInput, "--all")
+
+
+def test_an_id_of_nothing_is_told(run, populated):
+    run("verify", "0" * 32).refused(NotFound, "0" * 32)
+
+
+def test_a_symlink_is_refused(run, populated, tmp_path):
+    (tmp_path / "link.llam").symlink_to(populated.path("one"))
+    run("verify", tmp_path / "link.llam").refused(UnsafePath, "symlink")
+
+
+def test_a_path_of_nothing_is_told_as_a_file_that_is_not_there(run, populated, tmp_path):
+    ran = run("verify", tmp_path / "nothing.llam")
+    assert (ran.code, ran.out) == (18, "")
+    assert "hex digits" not in ran.err
+
+
+@pytest.mark.parametrize("given", ["x" * 5000, "/" + "y" * 300])
+def test_a_name_that_no_file_can_have_is_refused(run, populated, given):
+    ran = run("verify", given)
+    assert ran.code in (BadInput.exit_code, 18)
+    assert "internal error" not in ran.err
