@@ -91,13 +91,15 @@ def match(
     hash_hex: Annotated[str | None, typer.Option("--hash", help="SHA-256 of the input, 64 hex digits.")] = None,
 ) -> None:
     """Say which checkpoint matches an input. Needs no llama-cpp-python. Exit code 3: none."""
-    from llama_ckpt.values import Outcome
+    from llama_ckpt.values import MatchResult, Outcome
     from llama_ckpt_cli.inputs import input_sha256, weights_of
 
     of_input = input_sha256(text, text_file, hash_hex)
     weights = None if model is None else weights_of(model, session.out)
-    with session.registry() as registry:
-        found = registry.match_hash(of_input, model=model if weights is None else None, weights=weights)
+    found = MatchResult(outcome=Outcome.NO_MATCH, reason="there is no registry yet", input_hash=of_input)
+    with session.existing_registry() as registry:
+        if registry is not None:
+            found = registry.match_hash(of_input, model=model if weights is None else None, weights=weights)
     bare = [found.checkpoint.id] if found.checkpoint else []
     session.out.result(found, lambda: _tell_match(session.out, found), bare)
     if found.error is not None:
@@ -133,8 +135,8 @@ def ls(
     """List checkpoints, newest first."""
     from llama_ckpt.values import Status
 
+    status = None if all_rows else Status.ACTIVE
     with session.registry() as registry:
-        status = None if all_rows else Status.ACTIVE
         rows = registry.list(status=status, model_name=model, label=label, at_most=limit + 1)
 
     more, rows = len(rows) > limit, rows[:limit]

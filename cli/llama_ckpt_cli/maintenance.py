@@ -40,7 +40,7 @@ def prune(
         max_age_s=seconds(age, "--max-age") if age else None, max_idle_s=seconds(idle, "--max-idle") if idle else None
     )
     if dry_run:
-        with session.existing_registry() as there:
+        with session.existing_registry(upgrade=False) as there:
             planned = Collector(there.parts).plan_prune(policy) if there else []
         return _tell_prune(session, planned, "would be marked STALE")
     with session.registry() as registry:
@@ -87,7 +87,7 @@ def gc(
         "ghost_grace_s": seconds(session.value("ghost_grace", ghost_grace), "--ghost-grace"),
     }
     if dry_run:
-        with session.existing_registry() as there:
+        with session.existing_registry(upgrade=False) as there:
             plan = Collector(there.parts).plan(**graces, force=force) if there else NOTHING
         _note_foreign(session, plan)
         return session.out.result(plan, lambda: _tell_plan(session, plan), [item.path for item in plan.items])

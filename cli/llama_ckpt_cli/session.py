@@ -75,28 +75,30 @@ class Session:
 
         return database_password(os.environ)
 
-    def registry(self) -> Registry:
+    def registry(self, upgrade: bool | None = None) -> Registry:
         """The registry that the settings name. The caller closes it."""
         from llama_ckpt.config import flag
         from llama_ckpt.registry import Registry
 
-        drop = flag(self.value("drop_page_cache"), "drop_page_cache")
         return Registry.open(
-            self.database_url, self.root, database_password=self.database_password, drop_page_cache=drop
+            self.database_url,
+            self.root,
+            database_password=self.database_password,
+            upgrade=upgrade,
+            drop_page_cache=flag(self.value("drop_page_cache"), "drop_page_cache"),
         )
 
     @contextmanager
-    def existing_registry(self) -> Iterator[Registry | None]:
+    def existing_registry(self, upgrade: bool | None = None) -> Iterator[Registry | None]:
         """The same, but None instead of making one: for questions that need no registry, or change nothing."""
-        from llama_ckpt.db.connect import Database
+        from llama_ckpt.registry import DATABASE_FILE
 
-        database = Database(self.database_url, self.database_password)
-        there = database.exists()
-        database.close()
-        if not there:
+        root = self.root
+        possible = not any(path.is_file() for path in (root, *root.parents))  # opening an impossible one tells why
+        if possible and not self.value("database_url") and not (root / DATABASE_FILE).exists():
             yield None
             return
-        with self.registry() as registry:
+        with self.registry(upgrade) as registry:
             yield registry
 
 

@@ -67,7 +67,9 @@ def _read(file: Path | None) -> dict[str, str]:
             raise BadInput(what=f"setting in {file}", value=name, reason=f"known are {', '.join(DEFAULTS)}")
         if not isinstance(value, str | int | float):
             raise BadInput(
-                what=f"setting {name} in {file}", value=value, reason="expected text, a number or true/false"
+                what=f"setting {name} in {file}",
+                value=type(value).__name__,
+                reason="expected text, a number or true/false",
             )
     return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in loaded.items()}
 

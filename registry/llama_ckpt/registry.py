@@ -59,13 +59,13 @@ class Registry:
         store: str | Path | None = None,
         *,
         database_password: str | None = None,
-        upgrade: bool = False,
+        upgrade: bool | None = None,
         drop_page_cache: bool = False,
         metrics: MetricsSink | None = None,
         hook: StepHook = no_hook,
     ) -> Registry:
         """Opens a registry; creates store and schema where they are not there. An older schema is upgraded on SQLite, which
-        is this program's own file; on a server only with `upgrade`, since other hosts may still run the older program.
+        is this program's own file; not on a server, where other hosts may still run the older program. `upgrade` says otherwise.
 
         Without arguments: the user's data folder. With a store alone: SQLite beside the files. `database_password` is used
         where the URL has none. `drop_page_cache` lets written pages go after the fsync. `hook` hears the name of each step of
@@ -81,7 +81,7 @@ class Registry:
         files.create()
         database = Database(database_url or sqlite_url(root / DATABASE_FILE), database_password)
         try:
-            migrate.prepare(database, upgrade_older=upgrade or database.dialect == "sqlite")
+            migrate.prepare(database, upgrade_older=database.dialect == "sqlite" if upgrade is None else upgrade)
             with database.read() as db:
                 registry_id = queries.registry_id(db)
             files.require_owner(registry_id, unmarked=True)

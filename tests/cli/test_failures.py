@@ -77,6 +77,13 @@ def test_no_spelling_of_a_url_shows_its_password(run, tmp_path, url, words):
     assert "internal error" not in ran.err
 
 
+def test_a_url_of_the_wrong_kind_in_the_settings_file_is_told_without_its_password(run, tmp_path, monkeypatch):
+    path = tmp_path / "mine.toml"
+    path.write_text('database_url = ["postgresql+psycopg://user:secret@127.0.0.1:1/x"]')
+    monkeypatch.setenv("LLAMA_CKPT_CONFIG", str(path))
+    assert "secret" not in run("config").refused(BadInput, "database_url", "mine.toml")
+
+
 def test_a_password_from_the_environment_is_never_shown(run, complete, leaf, monkeypatch):
     monkeypatch.setenv("LLAMA_CKPT_DATABASE_PASSWORD", "secret")
     ran = run(*complete(leaf), "--database-url", "postgresql+psycopg://user@127.0.0.1:1/x")
@@ -112,6 +119,16 @@ def test_a_url_that_cannot_be_used_is_told(run, tmp_path, url, word, words):
     store.mkdir()
     run(*words, "--database-url", url, "--store", store).refused(BadInput, "database URL", word)
     assert list(store.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", ["mode=rwc&uri=true", "nonsense=1", "cache=shared"])
+def test_a_sqlite_url_with_options_is_refused_or_makes_one_private_file(run, tmp_path, options):
+    ran = run("db", "upgrade", "--database-url", f"sqlite:///{tmp_path}/rows.sqlite3?{options}")
+    if ran.code:
+        ran.refused(BadInput, "database URL")
+    made = [path.name for path in tmp_path.iterdir() if path.name.startswith("rows")]
+    assert made == ([] if ran.code else ["rows.sqlite3"])
+    assert all((tmp_path / name).stat().st_mode & 0o077 == 0 for name in made)
 
 
 def test_a_file_that_is_no_database_is_told_and_left_as_it_is(run, tmp_path, complete, leaf):

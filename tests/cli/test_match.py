@@ -40,6 +40,12 @@ def test_a_match_changes_neither_rows_nor_files(run, populated):
     assert populated.snapshot() == before
 
 
+def test_a_match_where_no_registry_is_makes_none(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAMA_CKPT_STORE", str(tmp_path / "nothing"))
+    assert run("match", "--text", "one").code == NO_MATCH
+    assert not (tmp_path / "nothing").exists()
+
+
 def test_a_files_exact_bytes_count_with_its_mark_and_its_line_ends(run, populated, tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_bytes(populated.inputs["crlf"])

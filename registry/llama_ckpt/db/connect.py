@@ -183,6 +183,10 @@ def _parse(text: str) -> URL:
         raise BadInput(what="database URL", value=url.drivername, reason=f"llama-ckpt speaks {', '.join(SUPPORTED)}")
     if url.drivername == "postgresql+psycopg" and not url.database:
         raise BadInput(what="database URL", value=url.drivername, reason="it names no database: postgresql://host/NAME")
+    if url.get_backend_name() == "sqlite" and url.query:
+        raise BadInput(
+            what="database URL", value="?" + "&".join(url.query), reason="SQLite's URL takes no options here"
+        )
     if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
         raise BadInput(what="database URL", value=text, reason="name a file: a registry in memory would lose every row")
     return url
