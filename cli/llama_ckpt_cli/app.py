@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except LlamaCkptError as error:
-        if os.environ.get("LLAMA_CKPT_DEBUG"):
+        if _debugging():
             raise
         sys.stderr.write(f"llama-ckpt: {printable(str(error))}\n")
         return error.exit_code
@@ -70,9 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _debugging() -> bool:
+    return os.environ.get("LLAMA_CKPT_DEBUG", "0") not in ("", "0")
+
+
 def _internal(error: Exception) -> int:
     """A fault of the program: one sentence, and how to get the rest."""
-    if os.environ.get("LLAMA_CKPT_DEBUG"):
+    if _debugging():
         raise error
     sys.stderr.write(f"llama-ckpt: internal error: {type(error).__name__}: {printable(str(error))}\n")
     sys.stderr.write("This should not happen. Set LLAMA_CKPT_DEBUG=1 for the traceback, and report it.\n")

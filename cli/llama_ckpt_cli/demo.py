@@ -44,7 +44,7 @@ def demo(
 
     path = model or smollm2()
     with (
-        tempfile.TemporaryDirectory(prefix="llama-ckpt-demo-") as folder,
+        tempfile.TemporaryDirectory(prefix="llama-ckpt-demo-", dir=_parent(session)) as folder,
         Registry.open(store=Path(folder) / "store") as registry,
     ):
         session.out.note(f"loading {path.name}")
@@ -57,6 +57,15 @@ def demo(
         story.refuse_damaged()
         story.collect()
         story.tell()
+
+
+def _parent(session: Session) -> Path | None:
+    """Where the temporary registry is made: in the folder that --store names; else where the system does."""
+    store = session.settings["store"]
+    if store.origin != "flag":
+        return None
+    session.root.mkdir(parents=True, exist_ok=True)
+    return session.root
 
 
 def smollm2() -> Path:

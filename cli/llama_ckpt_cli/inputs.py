@@ -93,14 +93,14 @@ def weights_of(model: str, out: Output) -> bytes | None:
     from llama_ckpt.errors import BadInput
 
     path = Path(model)
+    if path.suffix != ".gguf" and path.name == model:
+        return None
     try:
         is_file = path.is_file()
     except (OSError, ValueError):  # longer than a file's name can be, or with a NUL
         is_file = False
     if not is_file:
-        if path.suffix == ".gguf":
-            raise BadInput(what="model", value=model, reason="there is no such file")
-        return None
+        raise BadInput(what="model", value=model, reason="there is no such file")
     import platformdirs
 
     from llama_ckpt.digests import FileDigests, weights_digest_of

@@ -81,6 +81,7 @@ def gc(
     """Free the bytes of STALE checkpoints, of files without a row and of interrupted writes."""
     from llama_ckpt.collector import NOTHING, Collector
     from llama_ckpt.config import seconds
+    from llama_ckpt.errors import StoreUnavailable
 
     graces = {
         "stale_grace_s": seconds(session.value("stale_grace", stale_grace), "--stale-grace"),
@@ -100,7 +101,11 @@ def gc(
                 _tell_plan(session, plan)
             confirm(session.out, f"free {size(plan.size_bytes)}?", yes=False)
         report = collector.run(plan)
-    return session.out.result(report, lambda: _tell_report(session, report), [str(report.freed_bytes)])
+    session.out.result(report, lambda: _tell_report(session, report), [str(report.freed_bytes)])
+    if report.n_failed:  # cron must notice
+        reason = f"{count(report.n_failed, 'file')} could not be deleted; the next run tries again"
+        raise StoreUnavailable(path=registry.store.root, reason=reason)
+    return None
 
 
 def _note_foreign(session: Session, plan: GcPlan) -> None:

@@ -61,7 +61,7 @@ class Output:
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in columns:
-            table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+            table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name == "id")
         for row in rows:
             table.add_row(*(escape(printable(cell)) for cell in row))
         console = Console(file=sys.stdout, highlight=False)

@@ -93,7 +93,7 @@ class SchemaTooNew(LlamaCkptError):
 
 
 class EvidenceRefused(LlamaCkptError):
-    """gc refuses to run: {evidence}. If you are sure, repeat with --force {registry_id}"""
+    """gc refuses to run: {evidence} (If you are sure, repeat with --force {registry_id})"""
 
     exit_code = 14
 

@@ -111,7 +111,7 @@ def smollm2() -> Path:
 
 @pytest.mark.llama
 def test_warm_on_the_real_model_saves_once_and_restores_the_second_time(run, place, smollm2):
-    words = ["warm", "--model", smollm2, "--n-ctx", 128, "--text", PROMPT]
+    words = ["warm", "--model", smollm2, "--n-ctx", 128, "--threads", 1, "--text", PROMPT]
     first = run(*words, "--json").succeeded().json()
     assert first["restore"]["outcome"] == "no_match"
     assert first["save"]["outcome"] == "saved"
