@@ -405,7 +405,8 @@ def test_what_the_registry_logs_goes_to_stderr_and_quiet_keeps_it_back(run, popu
     populated.set_row("two", pinned=0)
     quiet = run("gc", "--yes", "--json", "--quiet")
     assert quiet.json()["n_failed"] == 1
-    assert quiet.err == ""
+    assert quiet.code == StoreUnavailable.exit_code, "cron must notice"
+    assert quiet.err.count("\n") == 1, "the failure alone, none of the log"
 
 
 def test_a_registry_that_was_opened_is_closed_when_a_command_fails(run, populated, monkeypatch):
