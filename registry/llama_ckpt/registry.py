@@ -181,7 +181,7 @@ class Registry:
         prefill_ms: int | None = None,
     ) -> SaveResult:
         """Saves the state of an input that the engine holds, once: if a usable checkpoint of it is registered, nothing is
-        written and the outcome is `DEDUPLICATED`.
+        written, the engine is not looked at, and the outcome is `DEDUPLICATED` (label and expiry stay those of the first save).
 
         Interrupted at any point it leaves at most a file without a row, which gc collects; if it fails it leaves neither
         file nor row. `prefill_ms` records what computing the state took.
