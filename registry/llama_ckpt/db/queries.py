@@ -203,14 +203,15 @@ def list_checkpoints(
 
 
 def scan(db: sa.Connection, status: Status | None = None) -> Iterator[Checkpoint]:
-    """All rows in order of their number, a thousand at a time, so that a large registry is never held whole."""
+    """All rows, or those of a status, in order of their number; a thousand at a time, so that a large registry need not be
+    held whole.
+    """
     last = 0
     while True:
-        query = sa.select(*_COLUMNS).where(meta.c.ckpt_no > last).order_by(meta.c.ckpt_no).limit(1000)
-        if status is not None:
-            query = query.where(meta.c.status == status.value)
-        rows = db.execute(query).all()
-        yield from map(_checkpoint, rows)
+        # Only the key decides the order of the look-up: with the status in it SQLite takes the status's index and sorts all
+        # rows for each thousand.
+        rows = db.execute(sa.select(*_COLUMNS).where(meta.c.ckpt_no > last).order_by(meta.c.ckpt_no).limit(1000)).all()
+        yield from (_checkpoint(row) for row in rows if status is None or row.status == status.value)
         if len(rows) < 1000:
             return
         last = rows[-1].ckpt_no
