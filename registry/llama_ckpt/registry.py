@@ -6,7 +6,6 @@ crash leaves at most a file without a row. A delete takes the row first and the 
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from dataclasses import replace
@@ -36,8 +35,6 @@ from llama_ckpt.values import (
     Status,
     WarmResult,
 )
-
-log = logging.getLogger("llama_ckpt")
 
 DATABASE_FILE = "registry.sqlite3"
 _ID_PREFIX = re.compile(r"[0-9a-f]{4,32}")
@@ -233,10 +230,10 @@ class Registry:
         """
         started = time.perf_counter()
         options = SaveOptions(label=label, expires_in_s=expires_in_s)
-        token_ids = saving.token_ids_of(engine, given)
         restored = self.restore(engine, given)
         problem, saved, n_evaluated = restored.error, None, restored.n_evaluated
         if restored.outcome is not Outcome.HIT:
+            token_ids = saving.token_ids_of(engine, given)
             before = time.perf_counter()
             engine.evaluate(token_ids, progress)
             prefill_ms = round((time.perf_counter() - before) * 1000)
