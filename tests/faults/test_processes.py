@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 
 from support import child
 
 from llama_ckpt.collector import Collector
+from llama_ckpt.db import queries
+from llama_ckpt.registry import Registry
 from llama_ckpt.values import Outcome
 
 
@@ -59,3 +62,21 @@ def test_readers_savers_and_gc_at_once_give_hits_and_misses_and_never_an_error(r
     assert answers[3][1] == 0
     assert all(registry.restore(engine, text).outcome is Outcome.HIT for text in texts)
     assert not Collector(registry.parts).plan(stale_grace_s=0).findings
+
+
+def test_a_row_outlives_another_process_that_closes_the_database_after_a_second_connection_was_opened(tmp_path, engine):
+    """Closing any descriptor of SQLite's file would drop the locks of this process: the one that closes last is then taken
+    for the only one, deletes the write-ahead log, and what is committed after that is lost.
+    """
+    with Registry.open(store=tmp_path) as opened:
+        with opened.database.read() as first, opened.database.read() as second:
+            assert queries.count_rows(first) == queries.count_rows(second) == 0
+        file = opened.database.url.database
+        closing = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('SELECT 1 FROM gc_run').fetchall(); c.close()"
+        subprocess.run([sys.executable, "-c", closing, file], check=True)
+        saved = opened.save(engine, "one").checkpoint
+        reading = (
+            "import sqlite3, sys; print(*sqlite3.connect(sys.argv[1]).execute('SELECT id FROM llama_checkpoint_meta'))"
+        )
+        seen = subprocess.run([sys.executable, "-c", reading, file], check=True, capture_output=True, text=True)
+    assert saved.id in seen.stdout

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ _SHORT = {"postgresql": "postgresql+psycopg", "oracle": "oracle+oracledb"}
 _BUSY_TIMEOUT_S = 30
 _CONNECT_TIMEOUT_S = 10
 _MOUNTS = Path("/proc/self/mountinfo")
+_CREATING = threading.Lock()
 # File systems on which SQLite's WAL cannot work: its shared memory needs one machine.
 _NETWORK = (
     "nfs",
@@ -243,9 +245,12 @@ def _tune_sqlite(engine: sa.Engine, path: Path, foreign_keys: bool) -> None:
 
     @sa.event.listens_for(engine, "do_connect")
     def private_file(*_: Any) -> None:
-        # SQLite would create it by the umask; the WAL files take over the mode of the main file.
-        with contextlib.suppress(OSError):
-            os.close(os.open(path, os.O_CREAT | os.O_RDONLY, 0o600))
+        # SQLite would create it by the umask; the WAL files take over the mode of the main file. Only a file that is new
+        # may be opened here, and by nobody else meanwhile: closing any descriptor of a file drops all locks that this
+        # process has on it (fcntl, POSIX). Another process that closes the database then takes itself for the last one,
+        # and deletes the write-ahead log under us. https://sqlite.org/howtocorrupt.html, section 2.2
+        with _CREATING, contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDONLY, 0o600))
 
     @sa.event.listens_for(engine, "connect")
     def settings(connection: sqlite3.Connection, _record: Any) -> None:
