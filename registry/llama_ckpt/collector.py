@@ -29,6 +29,7 @@ from llama_ckpt.values import (
     GcRun,
     StaleReason,
     Status,
+    Sweep,
     Verdict,
 )
 
@@ -240,6 +241,19 @@ class Collector:
             return item, "skipped: it changed since the plan", 0
         self._parts.hook("file deleted")
         return item, "deleted", size
+
+    def sweep(self, policy: Policy) -> Sweep:
+        """Prunes by the policy, then frees what is due: what a schedule does at each run.
+
+        Raises:
+            Busy: another run is under way.
+            EvidenceRefused, StoreUnavailable, DatabaseUnavailable: as `plan` and `run`.
+        """
+        marked = self.prune(self.plan_prune(policy))
+        report = self.run(self.plan(stale_grace_s=policy.stale_grace_s, ghost_grace_s=policy.ghost_grace_s))
+        return Sweep(
+            n_marked=len(marked), n_items=len(report.done), n_failed=report.n_failed, freed_bytes=report.freed_bytes
+        )
 
     # -- runs --------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,8 @@ class Policy:
 
     max_age_s: float | None = None
     max_idle_s: float | None = None
+    stale_grace_s: float = 24 * 3600.0
+    ghost_grace_s: float = 3600.0
 
 
 def judge(rows: Iterable[Checkpoint], policy: Policy, now_us: int) -> Iterator[Verdict]:

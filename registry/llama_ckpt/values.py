@@ -309,6 +309,16 @@ class GcReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What one prune and one gc after it did: rows marked STALE, and gc's report in numbers."""
+
+    n_marked: int
+    n_items: int
+    n_failed: int
+    freed_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What a retention policy says of one checkpoint, and by which rule."""
 

@@ -30,6 +30,8 @@ BEGIN
   drop_it('PACKAGE llama_checkpoint', -4043);
   drop_it('VIEW llama_checkpoint_v', -942);
   drop_it('TABLE checkpoint_prefix PURGE', -942);
+  drop_it('TABLE ghost_seen PURGE', -942);
+  drop_it('TABLE gc_schedule PURGE', -942);
   drop_it('TABLE save_claim PURGE', -942);
   drop_it('TABLE gc_run_item PURGE', -942);
   drop_it('TABLE gc_run PURGE', -942);

@@ -31,6 +31,8 @@ GRANT READ ON checkpoint_prefix TO llama_ckpt_reader;
 GRANT READ ON save_claim TO llama_ckpt_reader;
 GRANT READ ON gc_run TO llama_ckpt_reader;
 GRANT READ ON gc_run_item TO llama_ckpt_reader;
+GRANT READ ON ghost_seen TO llama_ckpt_reader;
+GRANT READ ON gc_schedule TO llama_ckpt_reader;
 GRANT READ ON llama_checkpoint_v TO llama_ckpt_reader;
 
 -- The writer saves, restores, pins and removes: it marks rows STALE, but deletes none.
@@ -43,6 +45,8 @@ GRANT SELECT, INSERT, DELETE ON checkpoint_prefix TO llama_ckpt_writer;
 GRANT SELECT, INSERT, UPDATE, DELETE ON save_claim TO llama_ckpt_writer;
 GRANT SELECT ON gc_run TO llama_ckpt_writer;
 GRANT SELECT ON gc_run_item TO llama_ckpt_writer;
+GRANT SELECT ON ghost_seen TO llama_ckpt_writer;
+GRANT SELECT ON gc_schedule TO llama_ckpt_writer;
 GRANT SELECT ON llama_checkpoint_v TO llama_ckpt_writer;
 
 -- The collector prunes and frees: it marks and deletes rows, but adds no checkpoint.
@@ -52,7 +56,9 @@ GRANT SELECT, UPDATE ON registry_lease TO llama_ckpt_collector;
 GRANT SELECT ON llama_model TO llama_ckpt_collector;
 GRANT SELECT, UPDATE, DELETE ON llama_checkpoint_meta TO llama_ckpt_collector;
 GRANT SELECT, DELETE ON checkpoint_prefix TO llama_ckpt_collector;
-GRANT SELECT ON save_claim TO llama_ckpt_collector;
+GRANT SELECT, INSERT, UPDATE, DELETE ON save_claim TO llama_ckpt_collector;
+GRANT SELECT, INSERT, UPDATE, DELETE ON ghost_seen TO llama_ckpt_collector;
+GRANT SELECT, INSERT, UPDATE, DELETE ON gc_schedule TO llama_ckpt_collector;
 GRANT SELECT, INSERT, UPDATE, DELETE ON gc_run TO llama_ckpt_collector;
 GRANT SELECT, INSERT ON gc_run_item TO llama_ckpt_collector;
 GRANT SELECT ON llama_checkpoint_v TO llama_ckpt_collector;

@@ -20,6 +20,8 @@ DROP FUNCTION IF EXISTS llama_active_key;
 DROP FUNCTION IF EXISTS llama_now_us;
 DROP VIEW IF EXISTS llama_checkpoint_v;
 DROP TABLE IF EXISTS checkpoint_prefix;
+DROP TABLE IF EXISTS ghost_seen;
+DROP TABLE IF EXISTS gc_schedule;
 DROP TABLE IF EXISTS save_claim;
 DROP TABLE IF EXISTS gc_run_item;
 DROP TABLE IF EXISTS gc_run;

@@ -258,4 +258,36 @@ UPDATE llama_ckpt_schema SET version_num='0002' WHERE llama_ckpt_schema.version_
 
 /
 
+-- Running upgrade 0002 -> 0003
+
+CREATE TABLE ghost_seen (
+    file_path VARCHAR2(120 CHAR) NOT NULL, 
+    mtime_ns NUMBER(19) NOT NULL, 
+    size_bytes NUMBER(19) NOT NULL, 
+    seen_us NUMBER(19) NOT NULL, 
+    CONSTRAINT pk_ghost_seen PRIMARY KEY (file_path)
+)
+
+/
+
+CREATE TABLE gc_schedule (
+    holder VARCHAR2(120 CHAR) NOT NULL, 
+    spec VARCHAR2(200 CHAR) NOT NULL, 
+    started_us NUMBER(19) NOT NULL, 
+    next_us NUMBER(19), 
+    last_us NUMBER(19), 
+    last_result VARCHAR2(400 CHAR), 
+    CONSTRAINT pk_gc_schedule PRIMARY KEY (holder)
+)
+
+/
+
+INSERT INTO save_claim (claim_key, holder, reserved_bytes, expires_us) VALUES (HEXTORAW('0000000000000000000000000000000000000000000000000000000000000000'), 'budget', 0, 0)
+
+/
+
+UPDATE llama_ckpt_schema SET version_num='0003' WHERE llama_ckpt_schema.version_num = '0002'
+
+/
+
 COMMIT;

@@ -128,7 +128,8 @@ checkpoint_prefix = Table(
     sqlite_with_rowid=False,
 )
 
-# Who computes what, so that others wait instead of computing it too; and the bytes it will take.
+# Who computes what, so that others wait instead of computing it too; and the bytes it will take. The row of 32 zero bytes is the
+# one that savers under a byte budget queue at.
 save_claim = Table(
     "save_claim",
     metadata,
@@ -167,6 +168,28 @@ gc_run_item = Table(
     Column("reason", String(400), nullable=False),
     Column("result", String(400), nullable=False),
     Column("size_bytes", BigInteger, nullable=False),
+)
+
+# Files without a row, as the last runs of gc saw them: only what an earlier run saw already is deleted.
+ghost_seen = Table(
+    "ghost_seen",
+    metadata,
+    Column("file_path", String(120), primary_key=True),
+    Column("mtime_ns", BigInteger, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("seen_us", BigInteger, nullable=False),
+)
+
+# A row per process that runs a schedule; its next run is stored before the work.
+gc_schedule = Table(
+    "gc_schedule",
+    metadata,
+    Column("holder", String(120), primary_key=True),
+    Column("spec", String(200), nullable=False),
+    Column("started_us", BigInteger, nullable=False),
+    Column("next_us", BigInteger, nullable=True),
+    Column("last_us", BigInteger, nullable=True),
+    Column("last_result", String(400), nullable=True),
 )
 
 registry_lease = Table(
