@@ -13,7 +13,7 @@ import typer
 
 from llama_ckpt import __version__
 from llama_ckpt.errors import LlamaCkptError, StoreFull
-from llama_ckpt_cli import administration, checkpoints, demo, inspection, maintenance
+from llama_ckpt_cli import administration, checkpoints, demo, diagnosis, inspection, maintenance, pruning, schedules
 from llama_ckpt_cli.output import printable
 
 app = typer.Typer(
@@ -40,7 +40,7 @@ def _options(
     """Registry and garbage collector for llama.cpp KV-cache checkpoints."""
 
 
-for module in (demo, checkpoints, inspection, maintenance, administration):
+for module in (demo, checkpoints, inspection, diagnosis, pruning, maintenance, administration, schedules):
     module.add_to(app)
 
 

@@ -138,6 +138,7 @@ class Story:
             f"{warm.n_evaluated} tokens in {span(warm.elapsed_s)}",
         )
         again = self.registry.save(self.engine, self.prompt)
+        row = again.checkpoint
         self.check(
             "saved again",
             again.outcome is SaveOutcome.DEDUPLICATED and again.bytes_written == 0,
@@ -146,10 +147,10 @@ class Story:
         self.cold_tokens = continuation(self.engine, self.prompt)
         self.figures |= {
             "n_tokens": warm.n_evaluated,
-            "cold_s": (again.checkpoint.prefill_ms or 0) / 1000,
+            "cold_s": (row.prefill_ms or 0) / 1000 if row else None,
             "save_s": saved.elapsed_s if saved else None,
             "deduplicated_s": again.elapsed_s,
-            "bytes": again.checkpoint.file_size,
+            "bytes": row.file_size if row else None,
         }
 
     def restore_elsewhere(self) -> None:

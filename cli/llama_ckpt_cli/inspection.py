@@ -27,8 +27,8 @@ def inspect(
 ) -> None:
     """Show a file's header and first bytes, and say what is wrong with it. Needs no database."""
     from llama_ckpt import formats
+    from llama_ckpt.disk import map_file
     from llama_ckpt.errors import CorruptFile
-    from llama_ckpt.files import map_file
 
     problem: CorruptFile | None = None
     with map_file(file) as view:

@@ -1,4 +1,4 @@
-"""Commands that keep the disk clean: prune, gc, stats."""
+"""Commands that keep the disk clean: gc, gc runs, stats."""
 
 from __future__ import annotations
 
@@ -7,127 +7,148 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llama_ckpt_cli.output import count, size, span, when
-from llama_ckpt_cli.session import Session, command, confirm
+from llama_ckpt_cli.session import GRACES, Session, command, confirm
 
 if TYPE_CHECKING:
-    from llama_ckpt.values import GcPlan, GcReport, Verdict
+    from llama_ckpt.values import GcKind, GcPlan, GcReport, GcRun
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would happen; change nothing.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+_SHOWN = 100
 
 
 def add_to(app: typer.Typer) -> None:
     """Adds the commands."""
-    command(app, "prune")(prune)
-    command(app, "gc")(gc)
+    group = typer.Typer(rich_markup_mode=None)
+    command(group, None, policy=GRACES)(gc)
+    command(group, "runs")(runs)
+    app.add_typer(group, name="gc")
     command(app, "stats")(stats)
-
-
-def prune(
-    session: Session,
-    max_age: Annotated[str | None, typer.Option(help="Mark what was saved longer ago, e.g. 30d.")] = None,
-    max_idle: Annotated[str | None, typer.Option(help="Mark what was not used for longer, e.g. 7d.")] = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-) -> None:
-    """Mark checkpoints STALE by age, or by their own expiry. Frees no bytes: gc does, after the grace."""
-    from llama_ckpt.collector import Collector
-    from llama_ckpt.config import seconds
-    from llama_ckpt.retention import Policy
-
-    age, idle = session.value("max_age", max_age), session.value("max_idle", max_idle)
-    policy = Policy(
-        max_age_s=seconds(age, "--max-age") if age else None, max_idle_s=seconds(idle, "--max-idle") if idle else None
-    )
-    if dry_run:
-        with session.existing_registry(upgrade=False) as there:
-            planned = Collector(there.parts).plan_prune(policy) if there else []
-        return _tell_prune(session, planned, "would be marked STALE")
-    with session.registry() as registry:
-        collector = Collector(registry.parts)
-        verdicts = collector.plan_prune(policy)
-        if verdicts:
-            if session.out.human and not yes:
-                _show_prune(session, verdicts)
-            confirm(session.out, f"mark {count(len(verdicts), 'checkpoint')} STALE?", yes=yes)
-            verdicts = collector.prune(verdicts)
-    return _tell_prune(session, verdicts, "marked STALE")
-
-
-def _show_prune(session: Session, verdicts: list[Verdict]) -> None:
-    rows = [[v.checkpoint.id[:12], v.checkpoint.model_name, size(v.checkpoint.file_size), v.rule] for v in verdicts]
-    if rows:
-        session.out.table(["id", "model", "size", "rule"], rows, right=["size"])
-
-
-def _tell_prune(session: Session, verdicts: list[Verdict], done: str) -> None:
-    total = size(sum(v.checkpoint.file_size for v in verdicts))
-
-    def human() -> None:
-        _show_prune(session, verdicts)
-        session.out.line(f"{count(len(verdicts), 'checkpoint')} {done} ({total})")
-
-    session.out.result(verdicts, human, [v.checkpoint.id for v in verdicts])
 
 
 def gc(
     session: Session,
+    context: typer.Context,
     dry_run: DryRun = False,
     yes: Yes = False,
-    stale_grace: Annotated[str | None, typer.Option(help="Leave rows alone that went STALE less long ago.")] = None,
-    ghost_grace: Annotated[str | None, typer.Option(help="Leave files without a row alone that are younger.")] = None,
+    now: Annotated[
+        bool, typer.Option("--now", help="Take ghosts that no earlier run saw, and the quarantine.")
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option(help="Kinds, with commas: stale,orphan,unreadable,temporary,missing.")
+    ] = None,
+    max_duration: Annotated[str | None, typer.Option(help="Begin no more work after this time, e.g. 5m.")] = None,
+    max_delete: Annotated[int | None, typer.Option(min=0, help="Work on this many items at most.")] = None,
     force: Annotated[str | None, typer.Option(metavar="REGISTRY-ID", help="Run against the evidence.")] = None,
 ) -> None:
-    """Free the bytes of STALE checkpoints, of files without a row and of interrupted writes."""
+    """Free the bytes of STALE checkpoints, of files without a row and of interrupted writes. `gc runs`: what was done."""
+    if context.invoked_subcommand is not None:
+        return None
     from llama_ckpt.collector import NOTHING, Collector
     from llama_ckpt.config import seconds
-    from llama_ckpt.errors import StoreUnavailable
 
-    graces = {
-        "stale_grace_s": seconds(session.value("stale_grace", stale_grace), "--stale-grace"),
-        "ghost_grace_s": seconds(session.value("ghost_grace", ghost_grace), "--ghost-grace"),
-    }
+    policy = session.policy()
+    kinds = _kinds(only)
+
+    def planned(collector: Collector) -> GcPlan:
+        return collector.plan(
+            stale_grace_s=policy.stale_grace_s,
+            ghost_grace_s=policy.ghost_grace_s,
+            at_once=now,
+            only=kinds,
+            force=force,
+        )
+
+    longest = None if max_duration is None else seconds(max_duration, "--max-duration")
     if dry_run:
         with session.existing_registry(upgrade=False) as there:
-            plan = Collector(there.parts).plan(**graces, force=force) if there else NOTHING
-        _note_foreign(session, plan)
+            plan = planned(Collector(there.parts)) if there else NOTHING
+        _note_left_alone(session, plan)
         return session.out.result(plan, lambda: _tell_plan(session, plan), [item.path for item in plan.items])
     with session.registry() as registry:
         collector = Collector(registry.parts)
-        plan = collector.plan(**graces, force=force)
-        _note_foreign(session, plan)
+        plan = planned(collector)
+        _note_left_alone(session, plan)
         if plan.items and not yes:
             if session.out.human:
                 _tell_plan(session, plan)
             confirm(session.out, f"free {size(plan.size_bytes)}?", yes=False)
-        report = collector.run(plan)
+        report = collector.run(plan, max_duration_s=longest, max_delete=max_delete)
     session.out.result(report, lambda: _tell_report(session, report), [str(report.freed_bytes)])
+    return _require_all_deleted(session, report)
+
+
+def _kinds(only: str | None) -> list[GcKind] | None:
+    from llama_ckpt.errors import BadInput
+    from llama_ckpt.values import GcKind
+
+    if only is None:
+        return None
+    words = [word.strip().lower() for word in only.split(",")]
+    for word in words:
+        if word not in list(GcKind):
+            raise BadInput(what="--only", value=word, reason=f"kinds are {', '.join(GcKind)}")
+    return [GcKind(word) for word in words]
+
+
+def _require_all_deleted(session: Session, report: GcReport) -> None:
+    from llama_ckpt.errors import StoreUnavailable
+
     if report.n_failed:  # cron must notice
         reason = f"{count(report.n_failed, 'file')} could not be deleted; the next run tries again"
-        raise StoreUnavailable(path=registry.store.root, reason=reason)
-    return None
+        raise StoreUnavailable(path=session.root, reason=reason)
 
 
-def _note_foreign(session: Session, plan: GcPlan) -> None:
+def _note_left_alone(session: Session, plan: GcPlan) -> None:
     for finding in plan.findings:
         session.out.note(f"left alone: {finding.path}: {finding.detail}")
+    if plan.waiting:
+        session.out.note(f"{count(len(plan.waiting), 'ghost')} wait for a later run (--now takes them at once):")
+    for item in plan.waiting[:_SHOWN]:
+        session.out.note(f"  {item.path}: {item.reason}")
 
 
 def _tell_plan(session: Session, plan: GcPlan) -> None:
     if plan.items:
-        rows = [[i.kind.value, i.path, size(i.size_bytes), span(i.age_s), i.reason] for i in plan.items]
+        rows = [[i.kind.value, i.path, size(i.size_bytes), span(i.age_s), i.reason] for i in plan.items[:_SHOWN]]
         session.out.table(["kind", "file", "size", "age", "reason"], rows, right=["size", "age"])
+    if len(plan.items) > _SHOWN:
+        session.out.line(f"and {len(plan.items) - _SHOWN} more (--json lists all)")
     seen = f"{count(plan.n_rows, 'row')} and {count(plan.n_files, 'file')} seen"
     session.out.line(f"{count(len(plan.items), 'item')}, {size(plan.size_bytes)} to free; {seen}")
 
 
 def _tell_report(session: Session, report: GcReport) -> None:
     for item, result in report.done:
-        session.out.line(f"{item.kind:<9} {item.path}  {result}")
+        session.out.line(f"{item.kind:<10} {item.path}  {result}")
     words = f"run {report.run_no}: freed {size(report.freed_bytes)}"
-    session.out.line(
-        words + (f"; {report.n_failed} could not be deleted, the next run tries again" if report.n_failed else "")
-    )
+    if report.n_failed:
+        words += f"; {report.n_failed} could not be deleted, the next run tries again"
+    if report.n_left:
+        words += f"; {count(report.n_left, 'item')} left for the next run"
+    session.out.line(words)
+
+
+def runs(
+    session: Session, last: Annotated[int, typer.Option("--last", "-n", min=1, help="How many runs to show.")] = 20
+) -> None:
+    """Show the last runs of prune and gc: when, where, what they did."""
+    from llama_ckpt.collector import Collector
+
+    with session.registry() as registry:
+        found = Collector(registry.parts).runs(last)
+
+    def human() -> None:
+        columns = ["run", "kind", "started", "took", "host", "items", "failed", "freed"]
+        session.out.table(columns, [_run_line(run) for run in found], right=["run", "took", "items", "failed", "freed"])
+
+    session.out.result(found, human, [str(run.run_no) for run in found])
+
+
+def _run_line(run: GcRun) -> list[str]:
+    took = "not ended" if run.ended_us is None else span((run.ended_us - run.started_us) / 1_000_000)
+    figures = [str(run.n_items), str(run.n_failed), size(run.freed_bytes)]
+    return [str(run.run_no), run.kind, when(run.started_us), took, run.host.split(":")[0], *figures]
 
 
 def stats(session: Session) -> None:

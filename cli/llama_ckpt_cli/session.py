@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +20,7 @@ from llama_ckpt_cli.output import Output
 if TYPE_CHECKING:
     from llama_ckpt.config import Setting
     from llama_ckpt.registry import Registry
+    from llama_ckpt.retention import Policy
 
 _COMMON: dict[str, tuple[Any, Any]] = {
     "database_url": (
@@ -32,6 +33,28 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "json": (Annotated[bool, typer.Option("--json", help="Print the result as JSON.")], False),
     "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help="Print the bare value only.")], False),
 }
+
+_HELP = {
+    "max_age": "Mark what was saved longer ago, e.g. 30d.",
+    "max_idle": "Mark what was not used for longer, e.g. 7d.",
+    "max_bytes": "Bytes that all checkpoints may take, e.g. 50GB.",
+    "max_count": "Number of checkpoints.",
+    "max_bytes_per_model": "Bytes for each model.",
+    "max_count_per_model": "Number for each model.",
+    "max_bytes_per_label": "Bytes for each label.",
+    "max_count_per_label": "Number for each label.",
+    "keep_last_per_model": "Keep the newest N of each model in any case.",
+    "keep_last_per_label": "Keep the newest N of each label in any case.",
+    "min_free": "Room that stays free on the file system, e.g. 20GB or 10%.",
+    "high_water": "Share of a limit from which on it is enforced.",
+    "low_water": "Share of a limit down to which it is enforced.",
+    "order": "What goes first over a limit: value, lru, lfu or oldest.",
+    "half_life": "Time after which a hit counts half (order value).",
+    "stale_grace": "Leave rows alone that went STALE less long ago.",
+    "ghost_grace": "Leave files without a row alone that are younger.",
+}
+GRACES = ("stale_grace", "ghost_grace")
+LIMITS = tuple(name for name in _HELP if name not in GRACES)
 
 
 class Session:
@@ -75,6 +98,12 @@ class Session:
 
         return database_password(os.environ)
 
+    def policy(self) -> Policy:
+        """The retention policy that flags and settings describe."""
+        from llama_ckpt.policies import policy_of
+
+        return policy_of({name: setting.value for name, setting in self.settings.items()})
+
     def registry(self, upgrade: bool | None = None) -> Registry:
         """The registry that the settings name. The caller closes it."""
         from llama_ckpt.config import flag
@@ -86,6 +115,7 @@ class Session:
             database_password=self.database_password,
             upgrade=upgrade,
             drop_page_cache=flag(self.value("drop_page_cache"), "drop_page_cache"),
+            policy=self.policy(),
         )
 
     @contextmanager
@@ -120,23 +150,30 @@ def config_file() -> Path:
     return Path(named)
 
 
-def command(app: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a function a command: it gets a `Session` as first argument, and the common options are added."""
+def command(
+    app: typer.Typer, name: str | None, *, policy: Sequence[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a function a command: it gets a `Session` as first argument, and the common options are added, and an option for
+    each setting of `policy`. Without a name it is what the group `app` does when no command of it is named.
+    """
+    options = _COMMON | {
+        key: (Annotated[str | None, typer.Option(help=_HELP[key], show_default=False)], None) for key in policy
+    }
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         hints = typing.get_type_hints(function, include_extras=True)
         own = list(inspect.signature(function).parameters.values())[1:]
         common = [
             inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
-            for key, (kind, default) in _COMMON.items()
+            for key, (kind, default) in options.items()
         ]
 
         @functools.wraps(function)
         def run(**values: Any) -> None:
-            shared = {key: values.pop(key) for key in _COMMON}
+            shared = {key: values.pop(key) for key in options}
             out = Output(as_json=shared["json"], quiet=shared["quiet"])
             _set_up_log(quiet=shared["quiet"])
-            flags = {key: shared[key] for key in ("database_url", "store")}
+            flags = {key: shared[key] for key in ("database_url", "store", *policy)}
             try:
                 function(Session(flags, out), **values)
             except KeyboardInterrupt:
@@ -147,7 +184,10 @@ def command(app: typer.Typer, name: str) -> Callable[[Callable[..., None]], Call
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         del run.__wrapped__  # typer would read the original's parameters through it
-        app.command(name)(run)
+        if name is None:
+            app.callback(invoke_without_command=True)(run)
+        else:
+            app.command(name)(run)
         return function
 
     return register

@@ -1,4 +1,4 @@
-"""What the collector remembers from run to run: ghosts that it saw, schedules; and the row that savers queue at for the byte budget.
+"""What the collector remembers: ghosts that it saw, schedules; and the row that savers under a byte budget queue at.
 
 Revision ID: 0003
 Revises: 0002

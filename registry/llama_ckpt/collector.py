@@ -7,48 +7,56 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from llama_ckpt.db import coordination, queries
-from llama_ckpt.errors import Busy, EvidenceRefused, StoreUnavailable, UnsafePath
-from llama_ckpt.files import Entry
+from llama_ckpt import explaining, retention
+from llama_ckpt.db import collecting, coordination, queries
+from llama_ckpt.errors import Busy, StoreUnavailable, UnsafePath
+from llama_ckpt.files import QUARANTINE
 from llama_ckpt.parts import Parts
-from llama_ckpt.retention import Policy, judge
+from llama_ckpt.planning import Planner
+from llama_ckpt.retention import Policy
 from llama_ckpt.values import (
     Checkpoint,
-    Finding,
-    FindingKind,
+    Disk,
     GcItem,
     GcKind,
     GcPlan,
     GcReport,
     GcRun,
+    RuleOpinion,
     StaleReason,
-    Status,
     Sweep,
     Verdict,
 )
 
 log = logging.getLogger("llama_ckpt")
 
-DEFAULT_STALE_GRACE_S = 24 * 3600.0
-DEFAULT_GHOST_GRACE_S = 3600.0
+DEFAULT_STALE_GRACE_S = Policy().stale_grace_s
+DEFAULT_GHOST_GRACE_S = Policy().ghost_grace_s
 _LEASE = "gc"
 _LEASE_S = 300.0
-_BATCH = 100
-_FEW = 10  # below so many files a share says nothing
-_SHARE = 0.2
-_CLOCKS_APART_S = 300
-_S = 1_000_000
+_BATCH = 200
 
 T = TypeVar("T")
 
 
 NOTHING = GcPlan(items=(), findings=(), n_files=0, n_rows=0)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a run has done so far."""
+
+    done: list[tuple[GcItem, str]] = field(default_factory=list)
+    freed: int = 0
+    n_failed: int = 0
 
 
 class Collector:
@@ -63,14 +71,30 @@ class Collector:
     # -- prune -----------------------------------------------------------------------------------------------------
 
     def plan_prune(self, policy: Policy) -> list[Verdict]:
-        """The ACTIVE rows that a policy condemns, each with its rule. Reads only.
+        """The ACTIVE rows that a policy condemns, each with its rule, in the order in which they were saved. Reads only.
 
         Raises:
             DatabaseUnavailable: the database cannot be read.
+            StoreUnavailable: the free space is asked for and the store cannot say.
         """
         with self._database.read() as db:
-            now_us = queries.clock_us(db)
-            return [v for v in judge(queries.scan(db, Status.ACTIVE), policy, now_us) if not v.keep]
+            now_us, disk = queries.clock_us(db), None
+            if policy.min_free is not None or policy.min_free_share is not None:
+                free, total = self._store.space()
+                disk = Disk(free=free, total=total, pending=collecting.pending_bytes(db))
+            return list(retention.judge(collecting.candidates(db), policy, now_us, disk))
+
+    def explain(self, row: Checkpoint, policy: Policy) -> list[RuleOpinion]:
+        """What each rule of a policy says of one ACTIVE checkpoint; the last says what becomes of it.
+
+        Raises:
+            NotFound: it is STALE, or gone.
+            DatabaseUnavailable, StoreUnavailable: as `plan_prune`.
+        """
+        with self._database.read() as db:
+            free, total = self._store.space()
+            disk = Disk(free=free, total=total, pending=collecting.pending_bytes(db))
+            return explaining.explain(collecting.candidates(db), row, policy, queries.clock_us(db), disk)
 
     def prune(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
         """Marks the rows of a prune plan STALE and gives those it marked. A row that was used, pinned or leased since the
@@ -81,10 +105,11 @@ class Collector:
             DatabaseUnavailable: the database failed; what was committed stays marked.
         """
         marked: list[Verdict] = []
-        with self._only_run() as fence:
+        with self.only_run() as fence:
             run_no = self._start("prune")
             try:
-                for batch in _batches(verdicts):
+                # Newest first: a delta is marked before its parent, or with it.
+                for batch in _batches(sorted(verdicts, key=lambda v: -v.row.ckpt_no)):
                     self._renew(fence)
                     marked += self._mark(run_no, batch, len(marked))
             finally:
@@ -93,14 +118,13 @@ class Collector:
 
     def _mark(self, run_no: int, batch: Sequence[Verdict], first: int) -> list[Verdict]:
         """One transaction: the rows of a batch that nothing happened to, and their record."""
-        done = []
         with self._database.write() as db:
-            for verdict in batch:
-                reason = verdict.stale_reason or StaleReason.EVICTED
-                if queries.mark_stale_untouched(db, verdict.checkpoint, reason):
-                    done.append(verdict)
-            items = [(_item(v.checkpoint, GcKind.STALE, v.rule, 0.0), "marked") for v in done]
-            coordination.add_run_items(db, run_no, first, items)
+            numbers: set[int] = set()
+            for reason in sorted({v.stale_reason for v in batch}):
+                rows = [v.row for v in batch if v.stale_reason is reason]
+                numbers |= collecting.mark_untouched(db, rows, reason)
+            done = [v for v in batch if v.row.ckpt_no in numbers]
+            coordination.add_run_items(db, run_no, first, [(_marked(v), "marked") for v in done])
             self._parts.hook("marked")
         return done
 
@@ -111,11 +135,15 @@ class Collector:
         *,
         stale_grace_s: float = DEFAULT_STALE_GRACE_S,
         ghost_grace_s: float = DEFAULT_GHOST_GRACE_S,
+        at_once: bool = False,
+        only: Collection[GcKind] | None = None,
         force: str | None = None,
     ) -> GcPlan:
-        """What gc would do now: STALE rows past their grace, files without a row and temporaries past theirs, ACTIVE rows
-        whose file is gone. Reads only. Foreign things in the store are named as findings and never touched.
+        """What gc would do: STALE rows past their grace, files without a row and temporaries past theirs, ACTIVE rows whose
+        file is gone. Reads only. Foreign things in the store are named as findings and never touched.
 
+        A ghost goes when it is older than the grace and an earlier run saw it; with `at_once` the first run takes it. A
+        temporary whose process is known to live stays, one whose process is known to be gone goes. `only` these kinds.
         `force` with the registry's id overrides a refusal.
 
         Raises:
@@ -124,115 +152,81 @@ class Collector:
             StoreUnavailable: the store cannot be walked in full.
             DatabaseUnavailable: the database cannot be read.
         """
-        entries = list(self._store.walk())
-        self._parts.hook("walked")
-        with self._database.read() as db:
-            now_us = queries.clock_us(db)
-            rows = list(queries.scan(db))
-        items = [
-            *_stale_items(rows, now_us, stale_grace_s),
-            *self._missing_items(rows, entries, now_us),
-            *_ghost_items(entries, rows, now_us, ghost_grace_s),
-        ]
-        if force != self._parts.registry_id:
-            self._require_clock(now_us)
-            self._require_evidence(entries, rows, items)
-        foreign = [
-            Finding(kind=FindingKind.FOREIGN, path=e.path, detail=e.detail, size_bytes=e.size_bytes)
-            for e in entries
-            if e.kind == "foreign"
-        ]
-        return GcPlan(items=tuple(items), findings=tuple(foreign), n_files=len(entries), n_rows=len(rows))
+        planner = Planner(self._parts, stale_grace_s=stale_grace_s, ghost_grace_s=ghost_grace_s, at_once=at_once)
+        return planner.plan(only, force)
 
-    def _require_evidence(self, entries: Sequence[Entry], rows: Sequence[Checkpoint], items: Sequence[GcItem]) -> None:
-        registry_id, root, owner = self._parts.registry_id, self._store.root, self._store.owner()
-        ghosts = sum(item.kind in (GcKind.ORPHAN, GcKind.TEMPORARY) for item in items)
-        missing = sum(item.kind is GcKind.MISSING for item in items)
-        evidence = None
-        if owner not in (None, registry_id):
-            evidence = f"the store {root} belongs to registry {owner}, this database is registry {registry_id}"
-        elif rows and owner is None:
-            evidence = f"{len(rows)} rows name files, but {root} bears no marker of this registry: is it mounted?"
-        elif not rows and len(entries) >= _FEW:
-            evidence = f"the registry is empty, but {root} has {len(entries)} files: is this the right database?"
-        elif ghosts >= _FEW and ghosts > _SHARE * len(entries):
-            evidence = f"{ghosts} of {len(entries)} files would go as ghosts: is this the right database?"
-        elif missing >= _FEW and missing > _SHARE * len(rows):
-            evidence = f"the files of {missing} of {len(rows)} rows are gone: is all of {root} mounted?"
-        if evidence:
-            raise EvidenceRefused(evidence=evidence, registry_id=registry_id)
-
-    def _require_clock(self, now_us: int) -> None:
-        apart_s = time.time() - now_us / _S
-        if abs(apart_s) > _CLOCKS_APART_S:
-            evidence = f"this host's clock is {apart_s:+.0f} s from the database's, and files are aged by it"
-            raise EvidenceRefused(evidence=evidence, registry_id=self._parts.registry_id)
-
-    def _missing_items(self, rows: Sequence[Checkpoint], entries: Sequence[Entry], now_us: int) -> Iterator[GcItem]:
-        seen = {e.path for e in entries}
-        for row in rows:
-            # A file that was saved after the walk is not in it: the file itself decides.
-            if row.status is Status.ACTIVE and row.file_path not in seen and self._is_gone(row):
-                yield _item(row, GcKind.MISSING, "its file is gone", (now_us - row.created_us) / _S, size_bytes=0)
-
-    def _is_gone(self, row: Checkpoint) -> bool:
-        """Whether nothing of ours can be under a row's path."""
-        try:
-            return self._store.size(row.file_path) is None
-        except UnsafePath:
-            return True  # no file of ours can be there, and what is there is not ours
-
-    def run(self, plan: GcPlan) -> GcReport:
+    def run(self, plan: GcPlan, *, max_duration_s: float | None = None, max_delete: int | None = None) -> GcReport:
         """Carries a plan out. What was used, pinned, leased or registered since the plan survives; one file that cannot be
         deleted is reported and does not stop the rest. Interrupted at any point, the next run finishes the work.
+        After `max_duration_s` no new batch begins, and at most `max_delete` items are worked on.
 
         Raises:
             Busy: another run is under way, or took over.
             DatabaseUnavailable: the database failed; files of rows that were deleted are collected by the next run.
         """
-        done: list[tuple[GcItem, str]] = []
-        freed = n_failed = 0
-        with self._only_run() as fence:
+        progress, started = _Progress(), time.monotonic()
+        items = plan.items[:max_delete]
+        with self.only_run() as fence:
             self._store.claim(self._parts.registry_id)  # an unmarked store gets here by force only, or empty
             run_no = self._start("gc")
             try:
-                for batch in _batches(plan.items):
+                for batch in _batches(items):
+                    if max_duration_s is not None and time.monotonic() - started >= max_duration_s:
+                        break
                     self._renew(fence)
-                    results = self._take_rows(batch)
-                    self._parts.hook("rows deleted")
-                    outcomes = [self._finish(item, result) for item, result in results]
-                    with self._database.write() as db:
-                        coordination.add_run_items(db, run_no, len(done), [(i, r) for i, r, _ in outcomes])
-                    done += [(item, result) for item, result, _ in outcomes]
-                    freed += sum(size for _, _, size in outcomes)
-                    n_failed += sum(result.startswith("failed") for _, result, _ in outcomes)
+                    self._collect(run_no, batch, progress)
+                self._remember(plan, progress)
             finally:
-                self._end(run_no, n_items=len(done), n_failed=n_failed, freed_bytes=freed)
-        return GcReport(run_no=run_no, done=tuple(done), freed_bytes=freed, n_failed=n_failed)
+                self._end(run_no, n_items=len(progress.done), n_failed=progress.n_failed, freed_bytes=progress.freed)
+        return GcReport(
+            run_no=run_no,
+            done=tuple(progress.done),
+            freed_bytes=progress.freed,
+            n_failed=progress.n_failed,
+            n_left=len(plan.items) - len(progress.done),
+        )
 
-    def _take_rows(self, batch: Sequence[GcItem]) -> list[tuple[GcItem, str]]:
-        """Deletes or marks the rows of a batch in one transaction; says of each item whether its file may go."""
+    def _collect(self, run_no: int, batch: Sequence[GcItem], progress: _Progress) -> None:
+        """One batch: its rows in one transaction, then its files, then the record."""
+        # Until the files are gone their bytes are in use, though no row counts them: a claim does.
+        claim = secrets.token_bytes(32)
+        results = self._take_rows(batch, claim)
+        self._parts.hook("rows deleted")
+        outcomes = [self._finish(item, result) for item, result in results]
         with self._database.write() as db:
-            named = queries.known_paths(db, [i.path for i in batch if i.checkpoint is None])
-            results = []
-            for item in batch:
-                if item.checkpoint is None:
-                    result = "skipped: a row names it now" if item.path in named else "file"
-                elif item.kind is GcKind.MISSING:
-                    gone = self._is_gone(item.checkpoint)
-                    marked = gone and queries.mark_stale_untouched(db, item.checkpoint, StaleReason.MISSING)
-                    result = "marked" if marked else "skipped: used or back since the plan"
-                else:
-                    deleted = queries.delete_untouched(db, item.checkpoint)
-                    result = "file" if deleted else "skipped: used, pinned, leased or needed by a delta"
-                results.append((item, result))
+            coordination.add_run_items(db, run_no, len(progress.done), [(i, r) for i, r, _ in outcomes])
+            coordination.drop_claim(db, claim, self._holder)
+        progress.done += [(item, result) for item, result, _ in outcomes]
+        progress.freed += sum(size for _, _, size in outcomes)
+        progress.n_failed += sum(result.startswith("failed") for _, result, _ in outcomes)
+
+    def _take_rows(self, batch: Sequence[GcItem], claim: bytes) -> list[tuple[GcItem, str]]:
+        """Deletes or marks the rows of a batch; says of each item whether its file may go."""
+        gone = [i for i in batch if i.kind is GcKind.MISSING and self._is_gone(i.path)]
+        stale = [i.row for i in batch if i.row and i.kind is not GcKind.MISSING]
+        with self._database.write() as db:
+            named = collecting.known_paths(db, [i.path for i in batch if i.row is None])
+            marked = collecting.mark_untouched(db, [i.row for i in gone if i.row], StaleReason.MISSING)
+            deleted = collecting.delete_untouched(db, stale)
+            results = [(item, _result(item, named, marked, deleted)) for item in batch]
+            freeing = sum(item.size_bytes for item, result in results if result == "file" and item.row)
+            coordination.take_claim(db, claim, self._holder, freeing, _LEASE_S)
         return results
+
+    def _is_gone(self, path: str) -> bool:
+        try:
+            return self._store.size(path) is None
+        except UnsafePath:
+            return True
 
     def _finish(self, item: GcItem, result: str) -> tuple[GcItem, str, int]:
         """Unlinks the file where it may go; gives what happened and the bytes freed."""
         if result != "file":
             return item, result, 0
         try:
+            if item.kind is GcKind.UNREADABLE and not item.path.startswith(QUARANTINE):
+                aside = self._store.quarantine(item.path, mtime_ns=item.mtime_ns)
+                return item, "skipped: it changed since the plan" if aside is None else f"quarantined as {aside}", 0
             size = self._store.remove(item.path, mtime_ns=item.mtime_ns)
         except (StoreUnavailable, UnsafePath) as error:
             log.warning("gc goes on without %s: %s", item.path, error)
@@ -241,6 +235,22 @@ class Collector:
             return item, "skipped: it changed since the plan", 0
         self._parts.hook("file deleted")
         return item, "deleted", size
+
+    def _remember(self, plan: GcPlan, progress: _Progress) -> None:
+        """Notes the ghosts that are left, for the next run."""
+        gone = {item.path for item, result in progress.done if result.startswith(("deleted", "quarantined"))}
+        left = [item for item in (*plan.waiting, *plan.items) if item.row is None and item.path not in gone]
+        # The row of a file that could not be deleted is gone: it is a ghost that was seen, now.
+        failed = [item for item, result in progress.done if item.row and result.startswith("failed")]
+        left += [replace(item, mtime_ns=at) for item in failed if (at := self._modified_ns(item.path)) is not None]
+        with self._database.write() as db:
+            collecting.note_ghosts(db, left)
+
+    def _modified_ns(self, path: str) -> int | None:
+        try:
+            return self._store.modified_ns(path)
+        except (StoreUnavailable, UnsafePath):
+            return None  # it is not among the files that a walk finds
 
     def sweep(self, policy: Policy) -> Sweep:
         """Prunes by the policy, then frees what is due: what a schedule does at each run.
@@ -263,7 +273,12 @@ class Collector:
             return coordination.runs(db, at_most)
 
     @contextmanager
-    def _only_run(self) -> Iterator[int]:
+    def only_run(self) -> Iterator[int]:
+        """Holds the lease of whoever prunes or frees, over all hosts; gives its fence.
+
+        Raises:
+            Busy: another has it.
+        """
         with self._database.write() as db:
             fence = coordination.take_lease(db, _LEASE, self._holder, _LEASE_S)
             holder, left = coordination.lease_holder(db, _LEASE)
@@ -296,37 +311,20 @@ def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
         yield items[i : i + _BATCH]
 
 
-def _item(row: Checkpoint, kind: GcKind, reason: str, age_s: float, size_bytes: int | None = None) -> GcItem:
-    size = row.file_size if size_bytes is None else size_bytes
-    return GcItem(kind=kind, path=row.file_path, reason=reason, size_bytes=size, age_s=age_s, checkpoint=row)
+def _marked(verdict: Verdict) -> GcItem:
+    return GcItem(
+        kind=GcKind.STALE,
+        path=verdict.row.id,
+        reason=verdict.rule,
+        size_bytes=verdict.size_bytes,
+        age_s=0.0,
+        row=verdict.row,
+    )
 
 
-def _stale_items(rows: Sequence[Checkpoint], now_us: int, grace_s: float) -> Iterator[GcItem]:
-    for row in reversed(rows):  # a delta before its parent: the database keeps a row that another one names
-        if row.status is not Status.STALE or row.pinned:
-            continue
-        age_s = (now_us - (row.stale_us or now_us)) / _S
-        leased = row.lease_until_us is not None and row.lease_until_us > now_us
-        if age_s >= grace_s and not leased:
-            yield _item(row, GcKind.STALE, f"STALE: {row.stale_reason}", age_s)
-
-
-def _ghost_items(entries: Sequence[Entry], rows: Sequence[Checkpoint], now_us: int, grace_s: float) -> Iterator[GcItem]:
-    named = {row.file_path for row in rows}
-    # Whichever of the two clocks is behind decides: a ghost is never taken for older than it is.
-    now_ns = min(now_us * 1000, time.time_ns())
-    for entry in entries:
-        if entry.kind == "foreign" or entry.path in named:
-            continue
-        age_s = max(0.0, (now_ns - entry.mtime_ns) / 1e9)  # clocks differ by less than a tick
-        if age_s >= grace_s:
-            kind = GcKind.TEMPORARY if entry.kind == "temporary" else GcKind.ORPHAN
-            reason = "a write that never ended" if kind is GcKind.TEMPORARY else "no row names it"
-            yield GcItem(
-                kind=kind,
-                path=entry.path,
-                reason=reason,
-                size_bytes=entry.size_bytes,
-                age_s=age_s,
-                mtime_ns=entry.mtime_ns,
-            )
+def _result(item: GcItem, named: set[str], marked: set[int], deleted: set[int]) -> str:
+    if item.row is None:
+        return "skipped: a row names it now" if item.path in named else "file"
+    if item.kind is GcKind.MISSING:
+        return "marked" if item.row.ckpt_no in marked else "skipped: used or back since the plan"
+    return "file" if item.row.ckpt_no in deleted else "skipped: used, pinned, leased or needed by a delta"

@@ -12,6 +12,7 @@ from llama_ckpt.errors import BadInput
 
 ENVIRONMENT_PREFIX = "LLAMA_CKPT_"
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(ib|b)?")
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw]?)")
 DEFAULTS: Mapping[str, str] = {
     "database_url": "",
@@ -21,7 +22,22 @@ DEFAULTS: Mapping[str, str] = {
     "ghost_grace": "1h",
     "max_age": "",
     "max_idle": "",
+    "max_bytes": "",
+    "max_count": "",
+    "max_bytes_per_model": "",
+    "max_count_per_model": "",
+    "max_bytes_per_label": "",
+    "max_count_per_label": "",
+    "keep_last_per_model": "",
+    "keep_last_per_label": "",
+    "min_free": "",
+    "high_water": "100%",
+    "low_water": "100%",
+    "order": "value",
+    "half_life": "6h",
 }
+# What the section [policy] of the settings file may hold; the same names work without a section.
+_OF_POLICY = tuple(DEFAULTS)[tuple(DEFAULTS).index("stale_grace") :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +78,15 @@ def _read(file: Path | None) -> dict[str, str]:
         return {}
     except (OSError, ValueError) as error:
         raise BadInput(what="settings file", value=str(file), reason=str(error)) from error
+    section = loaded.pop("policy", {})
+    if not isinstance(section, dict):
+        raise BadInput(what=f"setting policy in {file}", value=section, reason="it is a section: [policy]")
+    for name in section:
+        if name not in _OF_POLICY:
+            raise BadInput(what=f"policy in {file}", value=name, reason=f"known are {', '.join(_OF_POLICY)}")
+        if name in loaded:
+            raise BadInput(what=f"setting in {file}", value=name, reason="it stands in [policy] and outside of it")
+    loaded |= section
     for name, value in loaded.items():
         if name not in DEFAULTS:
             raise BadInput(what=f"setting in {file}", value=name, reason=f"known are {', '.join(DEFAULTS)}")
@@ -101,6 +126,19 @@ def seconds(text: str, what: str) -> float:
     if match is None:
         raise BadInput(what=what, value=text, reason="expected a duration such as 90s, 15m, 24h, 7d or 2w")
     return float(match[1]) * _UNITS[match[2]]
+
+
+def size_bytes(text: str, what: str) -> int:
+    """A size such as `500MB`, `10GiB` or `4096`, in bytes: kB, MB, GB, TB by 1,000; KiB, MiB, GiB, TiB (or K, M, G, T) by 1,024.
+
+    Raises:
+        BadInput: it is none.
+    """
+    match = _SIZE.fullmatch(text.strip().lower())
+    if match is None:
+        raise BadInput(what=what, value=text, reason="expected a size such as 500MB, 10GiB or 4096")
+    power = "kmgt".index(match[2]) + 1 if match[2] else 0
+    return int(float(match[1]) * float(1000 if match[3] == "b" and match[2] else 1024) ** power)
 
 
 def flag(text: str, what: str) -> bool:

@@ -138,3 +138,9 @@ class SchemaTooOld(LlamaCkptError):
     """the database {url} is at schema {found}, this llama-ckpt needs {known}. When no older llama-ckpt uses it any more: llama-ckpt db upgrade"""
 
     exit_code = 21
+
+
+class DoctorFailed(LlamaCkptError):
+    """{n_failed} of {n_checks} checks failed"""
+
+    exit_code = 22

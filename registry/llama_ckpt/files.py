@@ -1,8 +1,9 @@
 """The store: a folder of checkpoint files. The only module that writes, maps, unlinks and walks them.
 
-Layout: `<root>/ab/cd/<id>.llam`, where `<id>` is 32 hex digits beginning with `abcd`; `<id>.tmp` while it is written; a marker
-file with the registry's id. Names are generated, never taken from input; nothing outside the root is opened or
-unlinked, and no symlink is followed. Folders are 0700 and files 0600: a KV file is a transcript.
+Layout: `<root>/ab/cd/<id>.llam`, where `<id>` is 32 hex digits beginning with `abcd`; `<id>.<owner>.tmp` while it is written;
+`quarantine/<id>.llam` when it was found unreadable; a marker file with the registry's id. Names are generated, never taken
+from input; nothing outside the root is opened or unlinked, and no symlink is followed. Folders are 0700 and files 0600: a KV
+file is a transcript.
 """
 
 from __future__ import annotations
@@ -10,33 +11,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import mmap
 import os
 import re
 import shutil
 import stat
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_ckpt.errors import (
-    FileMissing,
-    LlamaCkptError,
-    StoreFull,
-    StoreUnavailable,
-    UnsafePath,
-)
+from llama_ckpt import owners
+from llama_ckpt.disk import BINARY, NOFOLLOW, NONBLOCK, fsync_folder, map_file, put_in_place, told, write_all
+from llama_ckpt.errors import StoreFull, StoreUnavailable, UnsafePath
 
 MARKER = "llama-ckpt-store.json"
 SUFFIX = ".llam"
 TEMPORARY_SUFFIX = ".tmp"
-_PATH = re.compile(r"(?P<a>[0-9a-f]{2})/(?P<b>[0-9a-f]{2})/(?P<id>(?P=a)(?P=b)[0-9a-f]{28})(?P<suffix>\.llam|\.tmp)")
+QUARANTINE = "quarantine"
+_PATH = re.compile(
+    rf"((?P<a>[0-9a-f]{{2}})/(?P<b>[0-9a-f]{{2}})/(?P<id>(?P=a)(?P=b)[0-9a-f]{{28}})(?P<suffix>\.llam|(\.(?P<owner>{owners.TAG}))?\.tmp)"
+    rf"|{QUARANTINE}/[0-9a-f]{{32}}\.llam)"
+)
 _SHARD = re.compile(r"[0-9a-f]{2}")
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_CHUNK = 1 << 26
+_HEAD = 256
 
 StepHook = Callable[[str], None]
 
@@ -47,13 +45,16 @@ def no_hook(_step: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing found in the store. `kind` is "checkpoint", "temporary" or "foreign"; times in ns since 1970."""
+    """One thing found in the store. `kind` is "checkpoint", "temporary", "quarantined" or "foreign"; times in ns since 1970.
+    `owner` is the tag of the process that writes a temporary.
+    """
 
     path: str
     kind: str
     size_bytes: int
     mtime_ns: int
     detail: str = ""
+    owner: str = ""
 
 
 def path_of(checkpoint_id: str) -> str:
@@ -78,7 +79,7 @@ class Store:
         Raises:
             StoreUnavailable: it cannot be made, or is no folder.
         """
-        with _told(self.root):
+        with told(self.root):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def claim(self, registry_id: str) -> None:
@@ -89,20 +90,20 @@ class Store:
         """
         if self.owner() is not None:
             return
-        with _told(self.root), contextlib.suppress(FileExistsError):
+        with told(self.root), contextlib.suppress(FileExistsError):
             data = json.dumps({"registry_id": registry_id, "made_by": "llama-ckpt"}).encode()
             temporary = self.root / f".{MARKER}.{uuid.uuid4().hex}"
             try:
                 fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
                 try:
-                    _write_all(fd, memoryview(data))
+                    write_all(fd, memoryview(data))
                     os.fsync(fd)
                 finally:
                     os.close(fd)
-                _put_in_place(temporary, self.root / MARKER)
+                put_in_place(temporary, self.root / MARKER)
             finally:
                 temporary.unlink(missing_ok=True)
-            _fsync_folder(self.root)
+            fsync_folder(self.root)
 
     def owner(self) -> str | None:
         """The id of the registry that the store is marked for; None when it bears no readable marker."""
@@ -131,8 +132,17 @@ class Store:
 
     def free_bytes(self) -> int:
         """Free bytes of the file system, as a user without privileges sees them."""
-        with _told(self.root):
-            return shutil.disk_usage(self.root).free
+        return self.space()[0]
+
+    def space(self) -> tuple[int, int]:
+        """Free and total bytes of the file system, as a user without privileges sees them.
+
+        Raises:
+            StoreUnavailable: the system cannot say.
+        """
+        with told(self.root):
+            usage = shutil.disk_usage(self.root)
+            return usage.free, usage.total
 
     def write(self, checkpoint_id: str, head: bytes, payload: memoryview) -> int:
         """Writes a checkpoint file and gives its size in bytes: staged, length checked, fsync, rename, folder fsync.
@@ -146,11 +156,11 @@ class Store:
         """
         size = len(head) + payload.nbytes
         target = self._locate(path_of(checkpoint_id))
-        temporary = target.with_suffix(TEMPORARY_SUFFIX)
+        temporary = target.with_suffix(f".{owners.my_tag()}{TEMPORARY_SUFFIX}")
         free = self.free_bytes()
         if free < size:
             raise StoreFull(needed=size, path=self.root, reason=f"{free} bytes are free")
-        with _told(target, needed=size):
+        with told(target, needed=size):
             self._make_shards(target.parent)
             try:
                 self._stage(temporary, head, payload, size)
@@ -162,7 +172,7 @@ class Store:
                 raise
             try:
                 self._hook("renamed")
-                _fsync_folder(target.parent)
+                fsync_folder(target.parent)
             except Exception:
                 with contextlib.suppress(OSError):
                     target.unlink(missing_ok=True)
@@ -170,12 +180,12 @@ class Store:
         return size
 
     def _stage(self, temporary: Path, head: bytes, payload: memoryview, size: int) -> None:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _BINARY, 0o600)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | BINARY, 0o600)
         try:
             self._hook("created")
-            _write_all(fd, memoryview(head))
+            write_all(fd, memoryview(head))
             self._hook("head")
-            _write_all(fd, payload)
+            write_all(fd, payload)
             self._hook("written")
             written = os.fstat(fd).st_size
             if written != size:
@@ -192,7 +202,7 @@ class Store:
             if not shard.is_dir():
                 with contextlib.suppress(FileExistsError):
                     shard.mkdir(mode=0o700)
-                _fsync_folder(shard.parent)
+                fsync_folder(shard.parent)
 
     @contextlib.contextmanager
     def map(self, relative: str) -> Iterator[memoryview]:
@@ -214,12 +224,38 @@ class Store:
             StoreUnavailable: the system cannot say.
         """
         path = self._locate(relative)
-        with _told(path):
+        with told(path):
             try:
                 found = path.lstat()
             except (FileNotFoundError, NotADirectoryError):
                 return None
             return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def modified_ns(self, relative: str) -> int:
+        """When a stored file was written or touched, in ns since 1970.
+
+        Raises:
+            UnsafePath: the path is not one of ours, or leads over a symlink.
+            StoreUnavailable: the file is gone, or the system cannot say.
+        """
+        path = self._locate(relative)
+        with told(path):
+            return path.lstat().st_mtime_ns
+
+    def head(self, relative: str) -> bytes:
+        """The first bytes of a stored file: a header with padding before it, or less if the file is shorter.
+
+        Raises:
+            UnsafePath: the path is not one of ours, or leads over a symlink.
+            StoreUnavailable: the file is gone, or the system cannot read it.
+        """
+        path = self._locate(relative)
+        with told(path):
+            fd = os.open(path, os.O_RDONLY | NOFOLLOW | BINARY | NONBLOCK)
+            try:
+                return os.read(fd, _HEAD)
+            finally:
+                os.close(fd)
 
     def touch(self, relative: str) -> None:
         """Gives a stored file the time of now, so that gc takes it for a fresh one.
@@ -229,7 +265,7 @@ class Store:
             StoreUnavailable: the file is gone, or the system refuses.
         """
         path = self._locate(relative)
-        with _told(path):
+        with told(path):
             # The system's own stamp moves in ticks of some milliseconds: within a tick a touch would not show.
             now_ns = max(time.time_ns(), path.lstat().st_mtime_ns + 1)
             os.utime(path, ns=(now_ns, now_ns))
@@ -243,7 +279,7 @@ class Store:
             StoreUnavailable: the system refuses.
         """
         path = self._locate(relative)
-        with _told(path):
+        with told(path):
             try:
                 found = path.lstat()
                 if not stat.S_ISREG(found.st_mode):
@@ -255,18 +291,43 @@ class Store:
                 return 0
             return found.st_size
 
+    def quarantine(self, relative: str, *, mtime_ns: int | None = None) -> str | None:
+        """Moves a stored file out of the way and gives its new path; its age counts from now. With `mtime_ns` a file that has
+        another time by now stays, and the answer is None.
+
+        Raises:
+            UnsafePath: the path is not one of ours, or leads over a symlink.
+            StoreUnavailable: the file is gone, or the system refuses.
+        """
+        path, target = self._locate(relative), self.root / QUARANTINE / Path(relative).name
+        _require_plain_folder(target.parent)
+        with told(path):
+            if mtime_ns is not None and path.lstat().st_mtime_ns != mtime_ns:
+                return None
+            target.parent.mkdir(mode=0o700, exist_ok=True)
+            os.rename(path, target)
+            os.utime(target)
+            fsync_folder(target.parent)
+        return f"{QUARANTINE}/{target.name}"
+
     def walk(self) -> Iterator[Entry]:
-        """Everything in the store's shard folders; opens no file and follows no symlink.
+        """Everything in the store's shard folders and its quarantine; opens no file and follows no symlink.
 
         Raises:
             StoreUnavailable: a folder cannot be listed. A partial list is never taken for a whole one.
         """
-        with _told(self.root):
+        with told(self.root):
             for a in self._folders(self.root):
                 for b in self._folders(a):
-                    with os.scandir(b) as entries:
-                        for entry in sorted(entries, key=lambda e: e.name):
-                            yield from self._entry(entry)
+                    yield from self._entries(b)
+            aside = self.root / QUARANTINE
+            if aside.is_dir() and not aside.is_symlink():
+                yield from self._entries(aside)
+
+    def _entries(self, folder: Path) -> Iterator[Entry]:
+        with os.scandir(folder) as entries:
+            for entry in sorted(entries, key=lambda e: e.name):
+                yield from self._entry(entry)
 
     def _folders(self, folder: Path) -> list[Path]:
         with os.scandir(folder) as entries:
@@ -284,127 +345,24 @@ class Store:
             yield Entry(relative, "foreign", 0, found.st_mtime_ns, "not a regular file")
         elif match is None:
             yield Entry(relative, "foreign", found.st_size, found.st_mtime_ns, "not a name of ours")
+        elif match["id"] is None:
+            yield Entry(relative, "quarantined", found.st_size, found.st_mtime_ns)
         else:
             kind = "checkpoint" if match["suffix"] == SUFFIX else "temporary"
-            yield Entry(relative, kind, found.st_size, found.st_mtime_ns)
+            yield Entry(relative, kind, found.st_size, found.st_mtime_ns, owner=match["owner"] or "")
 
     def _locate(self, relative: str) -> Path:
         if not _PATH.fullmatch(relative):
             raise UnsafePath(path=relative, reason="not a path that this store gives")
         path = self.root / relative
-        _require_plain_folder(path.parent.parent)
+        if path.parent.parent != self.root:
+            _require_plain_folder(path.parent.parent)
         _require_plain_folder(path.parent)
         return path
 
 
 def _require_plain_folder(folder: Path) -> None:
     """Nothing there yet is fine; a symlink, even to a folder, is not."""
-    with _told(folder), contextlib.suppress(FileNotFoundError):
+    with told(folder), contextlib.suppress(FileNotFoundError):
         if not stat.S_ISDIR(folder.lstat().st_mode):
             raise UnsafePath(path=folder, reason="it is a symlink or no folder")
-
-
-@contextlib.contextmanager
-def map_file(path: Path) -> Iterator[memoryview]:
-    """The bytes of any regular file, mapped read-only; an empty file gives an empty view.
-
-    Raises:
-        FileMissing: there is no such file.
-        UnsafePath: it is a symlink or no regular file.
-        StoreUnavailable: the system cannot read it.
-    """
-    with _told(path):
-        try:
-            fd = os.open(path, os.O_RDONLY | _NOFOLLOW | _BINARY | _NONBLOCK)
-        except FileNotFoundError as error:
-            raise FileMissing(path=path) from error
-        try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
-                raise UnsafePath(path=path, reason="not a regular file")
-            mapped = _map(fd, found.st_size) if found.st_size else None
-        except ValueError as error:
-            raise OSError(errno.EIO, "it changed while it was opened") from error
-        finally:
-            os.close(fd)
-    if mapped is None:
-        yield memoryview(b"")
-        return
-    try:
-        with memoryview(mapped) as view:
-            yield view
-    finally:
-        with contextlib.suppress(BufferError):  # a caller's slice is still alive: the map goes with it
-            mapped.close()
-
-
-def _map(fd: int, size: int) -> mmap.mmap:
-    """Maps a file and reads it in ahead, so that a page that cannot be read is an error here and no SIGBUS later."""
-    if not hasattr(mmap, "PROT_READ"):  # Windows
-        return mmap.mmap(fd, size, access=mmap.ACCESS_READ)
-    mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    if sys.platform == "linux":
-        try:
-            mapped.madvise(_MADV_POPULATE_READ)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: a kernel before 5.14, which reads page by page as we go
-                mapped.close()
-                raise OSError(errno.EIO, f"its pages cannot be read: {error.strerror}") from error
-    return mapped
-
-
-_MADV_POPULATE_READ = 22  # linux/mman.h
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_BINARY = getattr(os, "O_BINARY", 0)
-_NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # opening a FIFO must not hang
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    with memoryview(data).cast("B") as view:
-        at = 0
-        while at < len(view):
-            at += os.write(fd, view[at : at + _CHUNK])
-
-
-def _put_in_place(temporary: Path, target: Path) -> None:
-    # link fails where the target exists, so the first marker stays; where there are no hard links, rename does.
-    try:
-        os.link(temporary, target)
-    except FileExistsError:
-        raise
-    except OSError:
-        if not target.exists():
-            os.rename(temporary, target)
-
-
-def _fsync_folder(folder: Path) -> None:
-    if os.name == "nt":  # Windows cannot open a folder; its rename is journalled
-        return
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems sync no folders
-            raise
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def _told(path: Path, needed: int = 0) -> Iterator[None]:
-    """Turns the system's errors into ours, by number."""
-    try:
-        yield
-    except LlamaCkptError:
-        raise
-    except OSError as error:
-        if error.errno in _FULL:
-            raise StoreFull(needed=needed, path=path.parent, reason=_reason(error)) from error
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            reason = "it is a symlink" if error.errno == errno.ELOOP else "not a regular file"
-            raise UnsafePath(path=path, reason=reason) from error
-        raise StoreUnavailable(path=path, reason=_reason(error)) from error
-
-
-def _reason(error: OSError) -> str:
-    return f"{error.strerror or error} (errno {errno.errorcode.get(error.errno or 0, str(error.errno))})"

@@ -24,7 +24,8 @@ class NullSink:
 class Counters:
     """Keeps counts in memory, for tests and for whoever publishes them.
 
-    The registry counts `saved`, `deduplicated`, `hit`, `no_match`, `failed`, `padding_detected` and `marked_stale`.
+    The registry counts `saved`, `deduplicated`, `refused`, `hit`, `no_match`, `failed`, `padding_detected`, `marked_stale` and
+    `evicted`.
     """
 
     def __init__(self) -> None:

@@ -9,6 +9,7 @@ from llama_ckpt.db import queries
 from llama_ckpt.db.connect import Database
 from llama_ckpt.files import StepHook, Store, no_hook
 from llama_ckpt.metrics import MetricsSink, NullSink
+from llama_ckpt.retention import Policy
 from llama_ckpt.values import Checkpoint, StaleReason
 
 log = logging.getLogger("llama_ckpt")
@@ -17,7 +18,7 @@ log = logging.getLogger("llama_ckpt")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """A database, a store, and where counts and steps are told. `hook` hears the name of each step that a crash could
-    follow; tests stop there.
+    follow; tests stop there. `policy` limits what saves may take.
     """
 
     database: Database
@@ -25,6 +26,7 @@ class Parts:
     registry_id: str
     metrics: MetricsSink = NullSink()  # noqa: RUF009 - it keeps nothing
     hook: StepHook = no_hook
+    policy: Policy = Policy()  # noqa: RUF009 - frozen
 
     def require_store(self) -> None:
         """Holds the store to its marker before an absent file is taken for a lost one: an unmounted folder, or a wrong one,

@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from llama_ckpt import matching, restoring, saving
 from llama_ckpt.db import migrate, queries
@@ -21,6 +22,7 @@ from llama_ckpt.files import StepHook, Store, no_hook
 from llama_ckpt.fingerprint import Input, input_hash
 from llama_ckpt.metrics import MetricsSink, NullSink
 from llama_ckpt.parts import Parts
+from llama_ckpt.retention import Policy
 from llama_ckpt.saving import SaveOptions
 from llama_ckpt.values import (
     Checkpoint,
@@ -35,6 +37,9 @@ from llama_ckpt.values import (
     Status,
     WarmResult,
 )
+
+if TYPE_CHECKING:
+    from llama_ckpt.schedule import CollectorSchedule
 
 DATABASE_FILE = "registry.sqlite3"
 _ID_PREFIX = re.compile(r"[0-9a-f]{4,32}")
@@ -58,6 +63,7 @@ class Registry:
         database_password: str | None = None,
         upgrade: bool | None = None,
         drop_page_cache: bool = False,
+        policy: Policy | None = None,
         metrics: MetricsSink | None = None,
         hook: StepHook = no_hook,
     ) -> Registry:
@@ -65,7 +71,8 @@ class Registry:
         is this program's own file; not on a server, where other hosts may still run the older program. `upgrade` says otherwise.
 
         Without arguments: the user's data folder. With a store alone: SQLite beside the files. `database_password` is used
-        where the URL has none. `drop_page_cache` lets written pages go after the fsync. `hook` hears the name of each step of
+        where the URL has none. `drop_page_cache` lets written pages go after the fsync. `policy` has the limits that saves keep
+        to (`max_bytes`, `min_free`). `hook` hears the name of each step of
         a save, for tests that stop there.
 
         Raises:
@@ -86,7 +93,14 @@ class Registry:
             database.close()
             raise
         return cls(
-            Parts(database=database, store=files, registry_id=registry_id, metrics=metrics or NullSink(), hook=hook)
+            Parts(
+                database=database,
+                store=files,
+                registry_id=registry_id,
+                metrics=metrics or NullSink(),
+                hook=hook,
+                policy=policy or Policy(),
+            )
         )
 
     def close(self) -> None:
@@ -100,6 +114,27 @@ class Registry:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    # -- collect -------------------------------------------------------------------------------------------------------
+
+    def start_collector(
+        self, policy: Policy, *, every: str | None = None, cron: str | None = None, jitter_s: float | None = None
+    ) -> CollectorSchedule:
+        """Starts prune and gc by a policy in the background, every so often (`every="15m"`) or by a cron expression in the
+        machine's time zone (`cron="17 3 * * *"`), each run delayed by up to `jitter_s` seconds at random. Of all processes and
+        hosts one runs at a time. It goes on until `stop()`, which is to be called before `close()`; it does not keep the
+        interpreter alive, and a run that is cut off is finished by the next.
+
+        Raises:
+            BadInput: not one of both is given, or it cannot be read.
+            DatabaseUnavailable: the schedule cannot be stored.
+        """
+        from llama_ckpt.schedule import CollectorSchedule
+        from llama_ckpt.triggers import Trigger
+
+        schedule = CollectorSchedule(self.parts, policy, Trigger.of(every=every, cron=cron), jitter_s=jitter_s)
+        schedule.start()
+        return schedule
 
     # -- find ----------------------------------------------------------------------------------------------------------
 
@@ -181,7 +216,9 @@ class Registry:
         written, the engine is not looked at, and the outcome is `DEDUPLICATED` (label and expiry stay those of the first save).
 
         Interrupted at any point it leaves at most a file without a row, which gc collects; if it fails it leaves neither
-        file nor row. `prefill_ms` records what computing the state took.
+        file nor row. `prefill_ms` records what computing the state took. Where the policy has a byte budget or a floor of free
+        space, room is made before anything is written: from STALE checkpoints, then from what the policy would take first. A
+        save that would itself be the first to go is `REFUSED`, and nothing is written or taken.
 
         Raises:
             EngineStateMismatch: the engine holds another input's state.
@@ -292,6 +329,10 @@ class Registry:
         return self.database.query(
             lambda db: queries.list_checkpoints(db, status=status, model_name=model_name, label=label, at_most=at_most)
         )
+
+    def clock_us(self) -> int:
+        """The database's clock, by which all times of rows are told: microseconds since 1970."""
+        return self.database.query(queries.clock_us)
 
     def models(self) -> tuple[RegisteredModel, ...]:
         """The models that were ever saved for."""

@@ -1,43 +1,291 @@
-"""Which checkpoints a policy keeps: the decision, with the rule that made it. Pure: rows, policy and clock come as arguments."""
+"""Which checkpoints a policy keeps: the decision, with the rule that made it. Pure: rows, policy, clock and disk are arguments.
+
+Rules, in this order: what always stays (pinned; leased by a reader; the newest; the last N of a group; what a living delta
+needs), a row's own expiry, age, idleness, and then the limits: what is over one goes in the policy's order until the rest fits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
-from llama_ckpt.values import Checkpoint, StaleReason, Verdict
+import numpy as np
+import numpy.typing as npt
+
+from llama_ckpt.columns import Columns
+from llama_ckpt.errors import BadInput
+from llama_ckpt.values import Candidate, Disk, StaleReason, Verdict
 
 _S = 1_000_000
+_NEVER = 0  # a rule's number below: the row stays
+Mask = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.int64]
+
+
+class Order(StrEnum):
+    """What goes first when a limit is passed: the least valuable, the least recently or least often used, the oldest."""
+
+    VALUE = "value"
+    LRU = "lru"
+    LFU = "lfu"
+    OLDEST = "oldest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How long checkpoints stay. `max_age_s` counts from the save, `max_idle_s` from the last use; None: without limit."""
+    """How long checkpoints stay, and how much room they have. Seconds, bytes, counts; None: without limit.
+
+    `max_age_s` counts from the save, `max_idle_s` from the last use. `max_bytes` and `max_count` hold for the registry, and
+    with `_per_model` and `_per_label` for each. `keep_last_*` newest of each label or model always stay. `min_free` bytes of
+    the file system stay free, or `min_free_share` of it. A limit is enforced when `high_water` of it is passed, down to
+    `low_water`. In the order "value" a hit counts half after `half_life_s`.
+
+    Raises:
+        BadInput: a value that can not be meant.
+    """
 
     max_age_s: float | None = None
     max_idle_s: float | None = None
+    max_bytes: int | None = None
+    max_count: int | None = None
+    max_bytes_per_model: int | None = None
+    max_count_per_model: int | None = None
+    max_bytes_per_label: int | None = None
+    max_count_per_label: int | None = None
+    keep_last_per_model: int = 0
+    keep_last_per_label: int = 0
+    min_free: int | None = None
+    min_free_share: float | None = None
+    high_water: float = 1.0
+    low_water: float = 1.0
+    order: Order = Order.VALUE
+    half_life_s: float = 6 * 3600.0
     stale_grace_s: float = 24 * 3600.0
     ghost_grace_s: float = 3600.0
 
+    def __post_init__(self) -> None:
+        if not 0 < self.low_water <= self.high_water <= 1:
+            reason = "expected 0 < low_water <= high_water <= 1"
+            raise BadInput(what="low_water, high_water", value=f"{self.low_water}, {self.high_water}", reason=reason)
+        if not 0 < self.half_life_s < 1e10:
+            raise BadInput(what="half_life", value=self.half_life_s, reason="give a time above 0")
+        if self.min_free_share is not None and not 0 <= self.min_free_share < 1:
+            raise BadInput(what="min_free", value=f"{self.min_free_share:%}", reason="give less than 100 %")
 
-def judge(rows: Iterable[Checkpoint], policy: Policy, now_us: int) -> Iterator[Verdict]:
-    """One verdict per ACTIVE row, in the order given. Pinned rows and rows that a reader has leased are always kept."""
-    for row in rows:
-        yield _judge(row, policy, now_us)
+    @property
+    def limits_room(self) -> bool:
+        """Whether a save must ask for room before it writes."""
+        return (self.max_bytes, self.min_free, self.min_free_share) != (None, None, None)
+
+    def floor_bytes(self, disk: Disk) -> int:
+        """Bytes of the file system that must stay free."""
+        return max(self.min_free or 0, round((self.min_free_share or 0.0) * disk.total))
 
 
-def _judge(row: Checkpoint, policy: Policy, now_us: int) -> Verdict:
-    age_s, idle_s = (now_us - row.created_us) / _S, (now_us - row.last_used_us) / _S
-    if row.pinned:
-        return Verdict(checkpoint=row, keep=True, rule="pinned")
-    if row.lease_until_us is not None and row.lease_until_us > now_us:
-        return Verdict(checkpoint=row, keep=True, rule="a reader has it leased")
-    if row.expires_us is not None and row.expires_us <= now_us:
-        return Verdict(checkpoint=row, keep=False, rule="its own expiry has passed", stale_reason=StaleReason.EXPIRED)
-    if policy.max_age_s is not None and age_s > policy.max_age_s:
-        rule = f"saved over {age_s:.0f} s ago, max_age is {policy.max_age_s:.0f} s"
-        return Verdict(checkpoint=row, keep=False, rule=rule, stale_reason=StaleReason.EVICTED)
-    if policy.max_idle_s is not None and idle_s > policy.max_idle_s:
-        rule = f"unused for over {idle_s:.0f} s, max_idle is {policy.max_idle_s:.0f} s"
-        return Verdict(checkpoint=row, keep=False, rule=rule, stale_reason=StaleReason.EVICTED)
-    return Verdict(checkpoint=row, keep=True, rule="within the policy")
+def judge(rows: Iterable[Candidate], policy: Policy, now_us: int, disk: Disk | None = None) -> Iterator[Verdict]:
+    """The ACTIVE rows, given in order of their number, that a policy condemns, in that order. `disk` is needed for the floor
+    of free space.
+    """
+    table = Columns.of(rows)
+    ruling = rule(table, policy, now_us, disk)
+    for i in np.flatnonzero(ruling.by != _NEVER).tolist():
+        yield Verdict(
+            row=table.seen(i),
+            model_name=table.model_name(i),
+            label=table.label(i),
+            size_bytes=int(table.file_size[i]),
+            rule=ruling.why(i),
+            stale_reason=StaleReason.EXPIRED if ruling.rules[ruling.by[i]] == EXPIRED else StaleReason.EVICTED,
+        )
+
+
+EXPIRED = "its own expiry has passed"
+
+
+class Ruling:
+    """What became of each row: the number of the rule that condemns it (0: it stays), and what shields it."""
+
+    def __init__(self, table: Columns, policy: Policy, now_us: int) -> None:
+        self.table, self.policy, self.now_us = table, policy, now_us
+        self.by: npt.NDArray[np.int16] = np.zeros(len(table), dtype=np.int16)
+        self.rules = [""]
+        self.shields: list[tuple[str, Mask]] = []
+        self.order = first_to_go(table, policy, now_us)
+
+    @property
+    def shielded(self) -> Mask:
+        """Rows that always stay."""
+        shielded: Mask = np.zeros(len(self.table), dtype=np.bool_)
+        for _, mask in self.shields:
+            shielded |= mask
+        return shielded
+
+    @property
+    def living(self) -> Mask:
+        """Rows that no rule has condemned so far."""
+        living: Mask = self.by == _NEVER
+        return living
+
+    def condemn(self, rule: str, which: Mask) -> None:
+        """Condemns rows that no earlier rule condemned and nothing shields."""
+        self.rules.append(rule)
+        self.by[which & self.living & ~self.shielded] = len(self.rules) - 1
+
+    def why(self, i: int) -> str:
+        """The rule that condemned a row, with the row's own figures."""
+        age_s = (self.now_us - int(self.table.created_us[i])) / _S
+        idle_s = (self.now_us - int(self.table.last_used_us[i])) / _S
+        return self.rules[int(self.by[i])].format(age_s=age_s, idle_s=idle_s)
+
+
+def rule(table: Columns, policy: Policy, now_us: int, disk: Disk | None) -> Ruling:
+    """Applies all rules of a policy to all rows."""
+    found = Ruling(table, policy, now_us)
+    if not len(table):
+        return found
+    _shield(found)
+    found.condemn(EXPIRED, table.expired(now_us))
+    if policy.max_age_s is not None:
+        text = f"saved over {{age_s:.0f}} s ago, max_age is {policy.max_age_s:.0f} s"
+        found.condemn(text, now_us - table.created_us > policy.max_age_s * _S)
+    if policy.max_idle_s is not None:
+        text = f"unused for over {{idle_s:.0f}} s, max_idle is {policy.max_idle_s:.0f} s"
+        found.condemn(text, now_us - table.last_used_us > policy.max_idle_s * _S)
+    for name, groups, amounts, limit in limits(found, disk):
+        what = f"over {name} of {limit}: {policy.order} says what goes first"
+        found.condemn(what, _over(found, groups, amounts, limit))
+    _keep_needed(found)
+    return found
+
+
+def _shield(found: Ruling) -> None:
+    """What always stays. A row's own expiry ends the shield of age and group, not that of a pin or a reader."""
+    table, policy = found.table, found.policy
+    fresh = ~table.expired(found.now_us)
+    newest = np.zeros(len(table), dtype=np.bool_)
+    newest[np.lexsort((table.ckpt_no, table.created_us))[-1]] = True
+    found.shields = [
+        ("pinned", table.pinned),
+        ("a reader has it leased", table.leased(found.now_us)),
+        ("the newest", newest & fresh),
+    ]
+    for what, groups, n in (
+        ("label", table.label_no, policy.keep_last_per_label),
+        ("model", table.model_no, policy.keep_last_per_model),
+    ):
+        if n:
+            found.shields.append((f"of the last {n} of its {what}", _last(table, groups, n) & fresh & (groups >= 0)))
+    found.shields.append(("a delta that always stays needs it", parents_of(table, found.shielded)))
+
+
+def _last(table: Columns, groups: Numbers, n: int) -> Mask:
+    """The newest `n` of each group."""
+    order = np.lexsort((-table.created_us, groups))
+    ranks = _rank_in_group(groups[order])
+    mask = np.zeros(len(table), dtype=np.bool_)
+    mask[order] = ranks < n
+    return mask
+
+
+def _rank_in_group(groups: Numbers) -> Numbers:
+    """For groups in order: the place of each element in its group."""
+    places = np.arange(len(groups))
+    starts = np.concatenate(([True], groups[1:] != groups[:-1]))
+    return places - np.maximum.accumulate(np.where(starts, places, 0))
+
+
+def parents_of(table: Columns, children: Mask) -> Mask:
+    """All rows that rows of `children` need, directly or not. A delta's number is above its parent's, so one pass does."""
+    needed = np.zeros(len(table), dtype=np.bool_)
+    for child, parent in reversed(table.parents):
+        if children[child] or needed[child]:
+            needed[parent] = True
+    return needed
+
+
+def _keep_needed(found: Ruling) -> None:
+    """Parents of living deltas stay, whatever condemned them."""
+    found.by[parents_of(found.table, found.living)] = _NEVER
+
+
+def limits(found: Ruling, disk: Disk | None) -> Iterator[tuple[str, Numbers | None, Numbers, int]]:
+    """The limits that are set: name, groups (None: the whole registry), what is counted, and the limit."""
+    table, policy = found.table, found.policy
+    ones = np.ones(len(table), dtype=np.int64)
+    for scope, groups in (("", None), ("_per_model", table.model_no), ("_per_label", table.label_no)):
+        for what, amounts in (("max_count", ones), ("max_bytes", table.file_size)):
+            limit = getattr(policy, what + scope)
+            if limit is not None:
+                yield what + scope, groups, amounts, limit
+    if disk is not None and (lacking := policy.floor_bytes(disk) - disk.free - disk.pending) > 0:
+        # What was condemned until here frees bytes as well.
+        total = int(table.file_size.sum())
+        yield "min_free (the file system has too little room)", None, table.file_size, max(0, total - lacking)
+
+
+def _over(found: Ruling, groups: Numbers | None, amounts: Numbers, limit: int) -> Mask:
+    """The rows that go until each group is within its limit, in the policy's order."""
+    policy, living = found.policy, found.living
+    order = found.order if groups is None else found.order[np.argsort(groups[found.order], kind="stable")]
+    order = order[living[order]]
+    if groups is not None:
+        order = order[groups[order] >= 0]
+    which = np.zeros(len(amounts), dtype=np.bool_)
+    if not len(order):
+        return which
+    of = np.zeros(len(order), dtype=np.int64) if groups is None else groups[order]
+    starts = np.flatnonzero(np.concatenate(([True], of[1:] != of[:-1])))
+    counted = amounts[order]
+    totals = np.repeat(np.add.reduceat(counted, starts), np.diff(np.append(starts, len(order))))
+    may_go = np.where(found.shielded[order], 0, counted)
+    going = np.cumsum(may_go) - may_go  # what went before, in this group
+    going -= np.repeat(going[starts], np.diff(np.append(starts, len(order))))
+    high, low = int(limit * policy.high_water), int(limit * policy.low_water)
+    which[order] = (totals > high) & (totals - going > low)
+    return which
+
+
+# -- the order -----------------------------------------------------------------------------------------------------------------
+
+
+def first_to_go(table: Columns, policy: Policy, now_us: int) -> Numbers:
+    """Places of all rows, in the order in which they would go. A delta comes before its parent: a parent is worth at least
+    what its most valuable delta is worth, which is lost with it.
+    """
+    key, used = keys(table, policy, now_us), table.last_used_us.astype(np.float64)
+    for child, parent in reversed(table.parents):
+        key[parent] = max(key[parent], key[child])
+        used[parent] = max(used[parent], used[child])
+    return np.lexsort((-table.ckpt_no, used, key))
+
+
+def keys(table: Columns, policy: Policy, now_us: int) -> npt.NDArray[np.float64]:
+    """What each row is worth in the policy's order; the lowest goes first."""
+    match policy.order:
+        case Order.LRU:
+            return table.last_used_us.astype(np.float64)
+        case Order.LFU:
+            return table.hit_count.astype(np.float64)
+        case Order.OLDEST:
+            return table.created_us.astype(np.float64)
+    return np.round(np.log2(values(table, policy, now_us)) * _STEPS)
+
+
+# Two equal prefills differ by some percent in the time that they took: what differs by less than a fifth is worth the same, and
+# then the last use decides.
+_STEPS = 4
+
+
+def values(table: Columns, policy: Policy, now_us: int) -> npt.NDArray[np.float64]:
+    """Seconds of evaluation that a byte may spare: (decayed hits + 1) x seconds to rebuild / bytes."""
+    idle_s = np.maximum(0, now_us - table.last_used_us) / _S
+    hits = table.hit_count * np.exp2(-idle_s / policy.half_life_s)
+    return (hits + 1) * np.maximum(table.rebuild_s(), 1e-9) / np.maximum(table.file_size, 1)
+
+
+def places_before(newcomer: Candidate, others: Sequence[Candidate], policy: Policy, now_us: int) -> list[Candidate]:
+    """Those of `others` that would go before `newcomer`, in the order in which they would go."""
+    table = Columns.of([*others, newcomer])
+    order = [int(i) for i in first_to_go(table, policy, now_us)]
+    return [others[i] for i in order[: order.index(len(others))]]

@@ -12,6 +12,8 @@ import time
 import uuid
 from dataclasses import dataclass
 
+from llama_ckpt import admission
+from llama_ckpt.admission import Admission
 from llama_ckpt.db import queries
 from llama_ckpt.engine import Engine
 from llama_ckpt.errors import (
@@ -83,6 +85,7 @@ def save(
     started = time.perf_counter()
     of_input = input_hash(given)
     row, old, size = _usable(parts, engine.fingerprint.digest, of_input), None, 0
+    granted = Admission()
     if row is not None and not _stands_for(row, engine, given, instead_of):
         row, old = None, row
     if row is None:
@@ -90,12 +93,20 @@ def save(
         _require_held(engine, token_ids)
         new, head, payload = _encode(engine, of_input, token_ids, options)
         _claim_store(parts)
-        size = parts.store.write(new.id, head, payload)
-        row = _register(parts, engine, new, old)
-        size = size if row.id == new.id else 0
-    outcome = SaveOutcome.SAVED if size else SaveOutcome.DEDUPLICATED
+        granted = admission.admit(parts, new)
+        if granted.refused is None:
+            try:
+                size = parts.store.write(new.id, head, payload)
+                row = _register(parts, engine, new, old)
+            finally:
+                admission.release(parts, granted)
+            size = size if row.id == new.id else 0
+    outcome = SaveOutcome.SAVED if size else SaveOutcome.DEDUPLICATED if row else SaveOutcome.REFUSED
     parts.metrics.count(outcome.value)
-    return SaveResult(outcome=outcome, checkpoint=row, bytes_written=size, elapsed_s=time.perf_counter() - started)
+    elapsed_s = time.perf_counter() - started
+    return SaveResult(
+        outcome=outcome, checkpoint=row, bytes_written=size, elapsed_s=elapsed_s, reason=granted.refused or ""
+    )
 
 
 def token_ids_of(engine: Engine, given: Input) -> TokenIds:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,10 +54,11 @@ class Outcome(StrEnum):
 
 
 class SaveOutcome(StrEnum):
-    """What a save came to."""
+    """What a save came to. `REFUSED`: it would pass a limit of the policy, and all that could go is worth more."""
 
     SAVED = "saved"
     DEDUPLICATED = "deduplicated"
+    REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +121,56 @@ class Checkpoint:
     label: str | None
     start_token: int = 0
     parent_no: int | None = None
+
+
+class SeenRow(NamedTuple):
+    """A row as a plan saw it. Whoever carries the plan out compares: a row that was used since then is left alone."""
+
+    ckpt_no: int
+    id: str
+    last_used_us: int
+    hit_count: int
+
+    @classmethod
+    def of(cls, row: Checkpoint) -> SeenRow:
+        """What a plan keeps of a row."""
+        return cls(row.ckpt_no, row.id, row.last_used_us, row.hit_count)
+
+
+class Candidate(NamedTuple):
+    """What a retention policy looks at: of a row only this, since a registry may have a million of them."""
+
+    ckpt_no: int
+    id: str
+    model_name: str
+    label: str | None
+    n_tokens: int
+    file_size: int
+    created_us: int
+    last_used_us: int
+    hit_count: int
+    prefill_ms: int | None
+    expires_us: int | None
+    lease_until_us: int | None
+    pinned: int
+    parent_no: int | None
+
+
+class StoredFile(NamedTuple):
+    """What gc looks at: where a row says that its file is, and whether the row may still be offered. A row of size 0 has none."""
+
+    ckpt_no: int
+    id: str
+    file_path: str
+    file_size: int
+    status: str
+    stale_reason: str | None
+    stale_us: int | None
+    created_us: int
+    last_used_us: int
+    hit_count: int
+    lease_until_us: int | None
+    pinned: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,12 +238,13 @@ class MatchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveResult:
-    """What a save did. `bytes_written` is 0 for a deduplicated save."""
+    """What a save did. `bytes_written` is 0 unless it was `SAVED`; a `REFUSED` one has no checkpoint, and `reason` says why."""
 
     outcome: SaveOutcome
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | None
     bytes_written: int
     elapsed_s: float
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +316,7 @@ class GcKind(StrEnum):
 
     STALE = "stale"
     ORPHAN = "orphan"
+    UNREADABLE = "unreadable"
     TEMPORARY = "temporary"
     MISSING = "missing"
 
@@ -271,7 +324,7 @@ class GcKind(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcItem:
     """One thing gc would do: free a file, delete a row, or mark a row whose file is gone. A file without a row goes only if it
-    still has the time `mtime_ns`.
+    still has the time `mtime_ns`. An unreadable file goes to the quarantine first, and from there a grace later.
     """
 
     kind: GcKind
@@ -279,18 +332,21 @@ class GcItem:
     reason: str
     size_bytes: int
     age_s: float
-    checkpoint: Checkpoint | None = None
+    row: SeenRow | None = None
     mtime_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcPlan:
-    """What a gc run would do, and what it saw and left alone."""
+    """What a gc run would do, and what it saw and left alone: foreign things (`findings`), and ghosts that wait for a later
+    run (`waiting`): seen for the first time, or in quarantine.
+    """
 
     items: tuple[GcItem, ...]
     findings: tuple[Finding, ...]
     n_files: int
     n_rows: int
+    waiting: tuple[GcItem, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -300,12 +356,15 @@ class GcPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcReport:
-    """What a gc run did: per item "deleted", "marked", "skipped: why" or "failed: why"."""
+    """What a gc run did: per item "deleted", "marked", "quarantined", "skipped: why" or "failed: why". `n_left` items were left
+    for the next run, since the time or the number of deletions was limited.
+    """
 
     run_no: int
     done: tuple[tuple[GcItem, str], ...]
     freed_bytes: int
     n_failed: int
+    n_left: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,12 +379,40 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a retention policy says of one checkpoint, and by which rule."""
+    """That a retention policy condemns a checkpoint, and by which rule."""
 
-    checkpoint: Checkpoint
-    keep: bool
+    row: SeenRow
+    model_name: str
+    label: str | None
+    size_bytes: int
     rule: str
-    stale_reason: StaleReason | None = None
+    stale_reason: StaleReason
+
+
+class RuleWord(StrEnum):
+    """What a rule says of a checkpoint."""
+
+    KEEPS = "keeps"
+    CONDEMNS = "condemns"
+    SILENT = "is silent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleOpinion:
+    """What one rule of a policy says of one checkpoint, and why."""
+
+    rule: str
+    word: RuleWord
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """The file system under the store, in bytes; `pending` is what gc will free of what was marked already."""
+
+    free: int
+    total: int
+    pending: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llama_ckpt import formats
-from llama_ckpt.db import queries
+from llama_ckpt.db import collecting, queries
 from llama_ckpt.db.connect import Database
+from llama_ckpt.disk import map_file
 from llama_ckpt.errors import CorruptFile, FileMissing, UnsafePath
-from llama_ckpt.files import Store, map_file
+from llama_ckpt.files import Store
 from llama_ckpt.values import Check, Checkpoint, Finding, FindingKind, Status
 
 _ORDER = ("Header", "CRC32", "Structure", "Dimensions", "Row")
@@ -71,7 +72,7 @@ class Verifier:
             batch = entries[i : i + _BATCH]
             with self._database.read() as db:
                 # A foreign name may be one that no database can hold; and no row names it.
-                known = queries.known_paths(db, [e.path for e in batch if e.kind != "foreign"])
+                known = collecting.known_paths(db, [e.path for e in batch if e.kind != "foreign"])
             for entry in batch:
                 if entry.path in known:
                     continue

@@ -79,7 +79,7 @@ def test_quiet_prints_bare_values_and_says_nothing_on_stderr(run, populated, com
     if leaf in expected:
         assert short.lines == expected[leaf]
     else:
-        assert leaf in {("config",), ("db", "sql")}  # test_stats_config_db.py
+        assert leaf in {("config",), ("db", "sql"), ("doctor",)}  # test_stats_config_db.py
         assert short.out == long.out != ""
 
 

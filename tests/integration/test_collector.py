@@ -4,6 +4,7 @@ import os
 
 import pytest
 import sqlalchemy as sa
+from support.whole import checkpoint_bytes
 
 from llama_ckpt.collector import Collector
 from llama_ckpt.db.connect import Database
@@ -36,16 +37,17 @@ def age_file(path, hours):
     os.utime(path, (found.st_atime, found.st_mtime - hours * 3600))
 
 
-def plant(registry, name, data=b"x" * 100, hours=0):
+def plant(registry, name, data=None, hours=0):
+    """A file of ours that no row names: whole, unless other bytes are given."""
     path = registry.store.root / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
+    path.write_bytes(checkpoint_bytes() if data is None else data)
     age_file(path, hours)
     return path
 
 
 def plan_now(collector):
-    return collector.plan(stale_grace_s=0, ghost_grace_s=0)
+    return collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True)
 
 
 def hooked(registry, **actions):
@@ -64,14 +66,14 @@ def hooked(registry, **actions):
 
 
 def test_prune_marks_what_is_older_than_the_policy_and_frees_nothing(registry, engine, collector):
-    old, idle, _fresh, pinned = (registry.save(engine, text).checkpoint for text in ("old", "idle", "fresh", "pinned"))
+    old, idle, pinned, _fresh = (registry.save(engine, text).checkpoint for text in ("old", "idle", "pinned", "fresh"))
     age(registry, old, 50, "created_us")
     age(registry, idle, 30, "created_us", "last_used_us")
     age(registry, pinned, 999, "created_us", "last_used_us")
     registry.pin(pinned.id)
     policy = Policy(max_age_s=48 * 3600, max_idle_s=24 * 3600)
     verdicts = collector.plan_prune(policy)
-    assert {v.checkpoint.id: v.rule.split(" is ")[0].split(", ")[1] for v in verdicts} == {
+    assert {v.row.id: v.rule.split(" is ")[0].split(", ")[1] for v in verdicts} == {
         old.id: "max_age",
         idle.id: "max_idle",
     }
@@ -95,6 +97,7 @@ def test_a_checkpoint_past_its_own_expiry_is_pruned_by_any_policy(registry, engi
 
 @pytest.mark.parametrize("touch", ["restore", "pin", "lease"])
 def test_what_is_used_pinned_or_leased_after_the_plan_survives_prune(registry, engine, saved, collector, touch):
+    registry.save(engine, "the newest stays")
     verdicts = collector.plan_prune(Policy(max_age_s=-1))
     assert len(verdicts) == 1
     if touch == "restore":
@@ -117,7 +120,8 @@ def test_gc_frees_stale_rows_orphans_and_temporaries_and_leaves_the_rest(registr
     kept = registry.save(engine, "kept").checkpoint
     gone = registry.save(engine, "gone").checkpoint
     registry.remove(gone.id)
-    orphan = plant(registry, path_of("0123456789abcdef" * 2), b"o" * 50)
+    orphan = plant(registry, path_of("0123456789abcdef" * 2))
+    n_orphan = orphan.stat().st_size
     temporary = plant(registry, path_of("0123" + "f" * 28).replace(".llam", ".tmp"), b"t" * 70)
     foreign = plant(registry, "01/23/notes.txt")
     plan = plan_now(collector)
@@ -128,7 +132,7 @@ def test_gc_frees_stale_rows_orphans_and_temporaries_and_leaves_the_rest(registr
             (GcKind.TEMPORARY, temporary.relative_to(registry.store.root).as_posix()),
         ]
     )
-    assert plan.size_bytes == gone.file_size + 50 + 70
+    assert plan.size_bytes == gone.file_size + n_orphan + 70
     assert [(f.path, f.detail) for f in plan.findings] == [("01/23/notes.txt", "not a name of ours")]
     report = collector.run(plan)
     assert (report.freed_bytes, report.n_failed) == (plan.size_bytes, 0)
@@ -151,7 +155,7 @@ def test_gc_leaves_alone_what_is_younger_than_the_grace(registry, engine, saved,
     assert collector.plan(stale_grace_s=3600, ghost_grace_s=2 * 3600).items == ()
     age(registry, saved, 2, "stale_us")
     age_file(orphan, 2)
-    assert len(collector.plan(stale_grace_s=3600, ghost_grace_s=2 * 3600).items) == 2
+    assert len(collector.plan(stale_grace_s=3600, ghost_grace_s=2 * 3600, at_once=True).items) == 2
     left_in_store.add("orphan")
 
 
@@ -248,18 +252,18 @@ def test_one_file_that_cannot_be_deleted_is_reported_and_stops_nothing(
         report = collector.run(plan_now(collector))
     assert report.n_failed == 1
     assert sorted(r.split(":")[0] for _, r in report.done) == ["deleted", "deleted", "failed"]
-    retry = collector.run(plan_now(collector))
+    retry = collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0))
     assert [(i.kind, r) for i, r in retry.done] == [(GcKind.ORPHAN, "deleted")]
 
 
 def test_many_items_are_worked_in_batches_and_all_recorded(registry, engine, collector):
     for i in range(230):
-        plant(registry, path_of(f"{i:032x}"), b"x")
-    report = collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, force=registry.registry_id))
+        plant(registry, path_of(f"{i:032x}"))
+    report = collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True, force=registry.registry_id))
     assert len(report.done) == 230
     with registry.database.read() as db:
         assert db.exec_driver_sql("SELECT count(*) FROM gc_run_item").scalar_one() == 230
-    assert collector.runs()[0].freed_bytes == 230
+    assert collector.runs()[0].freed_bytes == 230 * len(checkpoint_bytes())
 
 
 # -- gc: nothing outside ------------------------------------------------------------------------------------------------
@@ -310,22 +314,22 @@ def test_symlinks_and_hard_links_lead_gc_nowhere(registry, engine, saved, collec
 
 def test_an_empty_registry_beside_a_full_folder_is_refused_unless_forced(registry, collector):
     for i in range(10):
-        plant(registry, path_of(f"{i:032x}"), b"x")
+        plant(registry, path_of(f"{i:032x}"))
     with pytest.raises(EvidenceRefused, match=r"the registry is empty, but .* has 10 files"):
         plan_now(collector)
     with pytest.raises(EvidenceRefused):
         collector.plan(ghost_grace_s=0, force="wrong")
-    collector.run(collector.plan(ghost_grace_s=0, force=registry.registry_id))
+    collector.run(collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id))
 
 
 def test_more_than_a_fifth_of_the_files_as_ghosts_is_refused_unless_forced(
     registry, engine, saved, collector, left_in_store
 ):
     for i in range(10):
-        plant(registry, path_of(f"{i:032x}"), b"x")
+        plant(registry, path_of(f"{i:032x}"))
     with pytest.raises(EvidenceRefused, match="10 of 11 files would go as ghosts"):
         plan_now(collector)
-    assert len(collector.plan(ghost_grace_s=0, force=registry.registry_id).items) == 10
+    assert len(collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id).items) == 10
     left_in_store.add("orphan")
 
 
@@ -374,15 +378,15 @@ def test_records_of_runs_are_kept_for_90_days(registry, engine, saved, collector
 
 
 def test_a_run_that_is_cut_short_records_what_it_did(registry, engine, left_in_store):
-    for i in range(150):
-        plant(registry, path_of(f"{i:032x}"), b"x")
+    for i in range(250):
+        plant(registry, path_of(f"{i:032x}"))
 
     def fail():
         raise DatabaseUnavailable(url="", reason="lost")
 
     collector = hooked(registry, rows_deleted=fail)
     with pytest.raises(DatabaseUnavailable):
-        collector.run(collector.plan(ghost_grace_s=0, force=registry.registry_id))
+        collector.run(collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id))
     assert collector.runs()[0].ended_us is not None
     left_in_store.add("orphan")
 
@@ -420,8 +424,8 @@ def test_only_one_run_at_a_time_and_an_expired_one_is_taken_over(registry, engin
 
 
 def test_a_run_that_lost_its_lease_stops_before_the_next_batch(registry, engine, left_in_store):
-    for i in range(150):
-        plant(registry, path_of(f"{i:032x}"), b"x")
+    for i in range(250):
+        plant(registry, path_of(f"{i:032x}"))
 
     def steal():
         other = Database(registry.database.url.render_as_string(hide_password=False))
@@ -434,7 +438,7 @@ def test_a_run_that_lost_its_lease_stops_before_the_next_batch(registry, engine,
         other.close()
 
     collector = hooked(registry, rows_deleted=steal)
-    plan = collector.plan(ghost_grace_s=0, force=registry.registry_id)
+    plan = collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id)
     with pytest.raises(Busy, match="held by thief"):
         collector.run(plan)
     assert len(list(registry.store.root.rglob("*.llam"))) == 50

@@ -137,6 +137,8 @@ def common(a, b):
 def test_links_leave_with_the_stale_mark_however_it_is_made(registry, engine, plant, how):
     row = plant(1, "a", "b")
     assert linked(registry) == {row.ckpt_no}
+    if how == "prune":
+        plant(9)  # the newest stays
     if how == "invalidate":
         registry.invalidate(engine.fingerprint)
     elif how == "prune":
@@ -164,11 +166,21 @@ def test_a_parent_of_a_living_delta_is_neither_removed_nor_pruned_and_leaves_go_
     child = plant(2, "a", "b", parent=root, covered=1)
     with pytest.raises(BadInput, match="a delta needs it"):
         registry.remove(root.id)
+    newest = plant(9)
     collector = Collector(registry.parts)
-    old = Policy(max_age_s=-1)
-    assert [v.checkpoint.id for v in collector.prune(collector.plan_prune(old))] == [child.id]
+    assert [v.row.id for v in collector.prune(collector.plan_prune(Policy(max_count=2)))] == [child.id]
     invariants_hold(registry)
-    assert [v.checkpoint.id for v in collector.prune(collector.plan_prune(old))] == [root.id]
+    assert [v.row.id for v in collector.prune(collector.plan_prune(Policy(max_age_s=-1)))] == [root.id]
+    assert status_of(registry, newest) is Status.ACTIVE
+
+
+def test_a_whole_chain_that_is_too_old_goes_in_one_prune(registry, plant):
+    root = plant(1, "a")
+    child = plant(2, "a", "b", parent=root, covered=1)
+    plant(9)
+    collector = Collector(registry.parts)
+    assert {v.row.id for v in collector.prune(collector.plan_prune(Policy(max_age_s=-1)))} == {root.id, child.id}
+    invariants_hold(registry)
 
 
 def test_a_delta_of_a_parent_that_went_stale_is_not_added(registry, engine, plant):
@@ -181,8 +193,10 @@ def test_a_delta_of_a_parent_that_went_stale_is_not_added(registry, engine, plan
 
 def test_a_parent_that_got_a_child_after_the_plan_survives_the_prune(registry, plant):
     root = plant(1, "a")
+    plant(9)
     collector = Collector(registry.parts)
     verdicts = collector.plan_prune(Policy(max_age_s=-1))
+    assert [v.row.id for v in verdicts] == [root.id]
     plant(2, "a", "b", parent=root, covered=1)
     assert collector.prune(verdicts) == []
     invariants_hold(registry)

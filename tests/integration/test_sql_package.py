@@ -12,14 +12,14 @@ from importlib.resources import files
 import pytest
 import sqlalchemy as sa
 
-from llama_ckpt.db import coordination, migrate, prefixes, queries
+from llama_ckpt.db import collecting, coordination, migrate, prefixes, queries
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import checkpoint_prefix, gc_run, llama_model, metadata
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import Conflict, DatabaseUnavailable
 from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import active_key
-from llama_ckpt.values import MemoryKind, NewCheckpoint, PrefixLink, StaleReason
+from llama_ckpt.values import MemoryKind, NewCheckpoint, PrefixLink, SeenRow, StaleReason
 
 MODEL = bytes(range(32))
 SCRIPTS = ("llama_checkpoint_pkg.sql", "roles.sql", "job_pg_cron.sql")
@@ -440,7 +440,7 @@ def test_the_collector_prunes_and_deletes_but_adds_no_checkpoint(database):
         run_no = coordination.start_run(db, "gc", "me")
         row = queries.find_active(db, MODEL, new("one").input_hash)
         assert db.exec_driver_sql("SELECT llama_mark_stale(-1)").scalar_one() == 1
-        assert queries.delete_untouched(db, row)
+        assert collecting.delete_untouched(db, [SeenRow.of(row)]) == {row.ckpt_no}
         coordination.end_run(db, run_no, n_items=1, n_failed=0, freed_bytes=1)
         coordination.drop_lease(db, "gc", fence)
         db.exec_driver_sql("SELECT * FROM llama_checkpoint_v")

@@ -5,6 +5,7 @@ Every test that takes `oracle` ends with the rules over all that was sent, and w
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import inspect
@@ -23,12 +24,14 @@ from support import oracle_rules
 from support.recording_oracle import COMMIT, ROLLBACK, RecordingOracle, Statement
 
 from llama_ckpt.collector import Collector
-from llama_ckpt.db import coordination, migrate, prefixes, queries
+from llama_ckpt.db import collecting, coordination, migrate, prefixes, queries, schedules
 from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.db.tables import checkpoint_prefix, gc_run, llama_model, registry_lease, save_claim
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
-from llama_ckpt.errors import BadInput, Busy, Conflict, DatabaseUnavailable
+from llama_ckpt.errors import BadInput, Busy, Conflict, DatabaseUnavailable, StoreUnavailable
 from llama_ckpt.fingerprint import input_hash
+from llama_ckpt.mending import Mender
+from llama_ckpt.purging import Purge, Purger
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention import Policy
 from llama_ckpt.values import (
@@ -39,6 +42,7 @@ from llama_ckpt.values import (
     Outcome,
     PrefixLink,
     SaveOutcome,
+    SeenRow,
     StaleReason,
     Status,
 )
@@ -46,7 +50,7 @@ from llama_ckpt.verify import Verifier
 
 URL = "oracle+oracledb://someone:secret@db.example/?service_name=FREEPDB1"
 VERSIONS = {"19c": "19.21.0.0.0", "23ai": "23.5.0.24.7"}
-LAYER = (queries, coordination, prefixes)
+LAYER = (queries, collecting, coordination, prefixes, schedules)
 DRIVEN: dict[str, set[str]] = {version: set() for version in VERSIONS}
 
 
@@ -387,7 +391,7 @@ def test_thousands_of_rows_are_read_and_marked_in_pieces_that_oracle_takes(regis
         db.execute(sa.insert(meta).return_defaults(), deltas[:1])
         db.execute(sa.insert(meta), deltas[1:])
     with registry.database.read() as db:
-        assert len(queries.known_paths(db, [d["file_path"] for d in deltas] + ["none"])) == 1200
+        assert len(collecting.known_paths(db, [d["file_path"] for d in deltas] + ["none"])) == 1200
         assert sum(1 for _ in queries.scan(db)) == 1201
     assert registry.report_bad(saved.id).status is Status.STALE
     assert registry.list(status=Status.ACTIVE) == []
@@ -404,7 +408,7 @@ def test_prune_marks_and_gc_frees_and_both_are_on_record(registry, engine, saved
     with registry.database.write() as db:
         db.execute(sa.update(meta).values(created_us=1))
     verdicts = collector.plan_prune(Policy(max_age_s=3600, max_idle_s=3600))
-    assert [v.checkpoint.id for v in collector.prune(verdicts)] == [saved.id]
+    assert [v.row.id for v in collector.prune(verdicts)] == [saved.id]
     report = collector.run(collector.plan(stale_grace_s=0))
     assert [(item.kind, result) for item, result in report.done] == [(GcKind.STALE, "deleted")]
     assert report.freed_bytes == saved.file_size
@@ -414,8 +418,10 @@ def test_prune_marks_and_gc_frees_and_both_are_on_record(registry, engine, saved
 
 def test_a_prune_whose_rows_were_all_used_since_the_plan_records_no_item(registry, engine, saved, oracle):
     collector = Collector(registry.parts)
+    registry.save(engine, "the newest stays")
     change(registry, saved, created_us=1)
     verdicts = collector.plan_prune(Policy(max_age_s=3600))
+    assert len(verdicts) == 1
     registry.restore(engine, "one")
     assert collector.prune(verdicts) == []
     assert collector.runs(1)[0].n_items == 0
@@ -428,7 +434,7 @@ def test_gc_collects_a_file_without_a_row_and_marks_a_row_without_a_file(registr
     shutil.copy(registry.store.root / saved.file_path, ghost)
     os.unlink(registry.store.root / gone.file_path)
     collector = Collector(registry.parts)
-    report = collector.run(collector.plan(ghost_grace_s=0))
+    report = collector.run(collector.plan(ghost_grace_s=0, at_once=True))
     assert {(item.kind, result) for item, result in report.done} == {
         (GcKind.MISSING, "marked"),
         (GcKind.ORPHAN, "deleted"),
@@ -444,6 +450,58 @@ def test_gc_spares_what_was_used_since_the_plan(registry, engine, saved):
     ((_, result),) = collector.run(plan).done
     assert result.startswith("skipped")
     assert registry.get(saved.id).status is Status.STALE
+
+
+def test_ghosts_that_a_run_saw_are_collected_by_the_next(registry, engine, saved):
+    ghost = registry.store.root / saved.file_path.replace(saved.id[4:], "f" * 28)
+    shutil.copy(registry.store.root / saved.file_path, ghost)
+    collector = Collector(registry.parts)
+    assert collector.run(collector.plan(ghost_grace_s=0)).done == ()
+    assert [result for _, result in collector.run(collector.plan(ghost_grace_s=0)).done] == ["deleted"]
+
+
+def test_room_is_made_and_claimed_for_a_save_under_a_budget(registry, engine, saved, monkeypatch):
+    small = Registry(dataclasses.replace(registry.parts, policy=Policy(max_bytes=saved.file_size + 5000, min_free=1)))
+    assert small.save(engine, "two").outcome is SaveOutcome.SAVED
+    assert registry.get(saved.id).stale_reason is StaleReason.EVICTED
+    registry.pin(small.list(status=Status.ACTIVE)[0].id)
+
+    def stuck(_path, **_options):
+        raise StoreUnavailable(path="x", reason="busy")
+
+    with registry.database.write() as db:  # the files of STALE rows go first; one that cannot go keeps its bytes
+        db.execute(sa.update(meta).where(meta.c.id == saved.id).values(file_size=saved.file_size))
+    with monkeypatch.context() as patch:
+        patch.setattr(registry.store, "remove", stuck)
+        assert small.save(engine, "three").outcome is SaveOutcome.REFUSED
+    assert registry.get(saved.id).file_size == saved.file_size
+
+
+def test_the_floor_of_free_space_counts_what_gc_will_free(registry, engine, saved):
+    registry.remove(registry.save(engine, "two").checkpoint.id)
+    assert Collector(registry.parts).plan_prune(Policy(min_free=1)) == []
+
+
+def test_what_prune_marked_comes_back_and_what_is_purged_does_not(registry, engine, saved):
+    change(registry, saved, created_us=1)
+    registry.save(engine, "the newest stays")
+    collector = Collector(registry.parts)
+    collector.prune(collector.plan_prune(Policy(max_age_s=3600)))
+    assert [result for _, result in Mender(registry.parts).unprune([registry.get(saved.id)])] == ["ACTIVE"]
+    delta_of(registry, saved, "child")
+    assert Purger(registry.parts).run(Purge(model_name="sample")).n_rows == 3
+    assert registry.list() == []
+
+
+def test_a_schedule_stores_its_next_run_and_what_became_of_the_last(registry):
+    with registry.database.write() as db:
+        started_us = schedules.put(db, "host", "every 15m", 900.0)
+        schedules.set_next(db, "host", "every 15m", started_us, 900.0)
+        schedules.finished(db, "host", "x" * 500)
+        assert schedules.get(db, "host").last_result.startswith("xxx")
+        schedules.stopped(db, "host", started_us)
+        assert schedules.stored_text("", 10)
+        assert [row.next_us for row in schedules.schedules(db)] == [None]
 
 
 def test_a_second_collector_is_told_who_is_at_work(registry, engine, saved):
@@ -527,8 +585,9 @@ def test_a_parent_stays_while_a_delta_needs_it_and_takes_its_deltas_along(regist
         registry.remove(saved.id)
     with registry.database.write() as db:
         assert queries.has_active_child(db, saved)
-        assert not queries.mark_stale_untouched(db, saved, StaleReason.EVICTED)
-        assert queries.mark_stale_untouched(db, grandchild, StaleReason.EVICTED)
+        assert collecting.mark_untouched(db, [SeenRow.of(queries.get(db, saved.id))], StaleReason.EVICTED) == set()
+        leaf = SeenRow.of(queries.get(db, grandchild.id))
+        assert collecting.mark_untouched(db, [leaf], StaleReason.EVICTED) == {grandchild.ckpt_no}
     registry.report_bad(saved.id)
     assert [registry.get(r.id).stale_reason for r in (saved, child, grandchild)] == [
         StaleReason.CORRUPT,

@@ -8,7 +8,7 @@ binds, the commits. `support.oracle_rules` holds that log to what Oracle takes.
 Answers come from rows, not from a script. `rows` is an SQLite file with the product's schema, and each SELECT, INSERT,
 UPDATE and DELETE is run there. That is the more honest test: a canned row would say of a save, a prune or a lease whatever
 its author believed, while here rowcounts, unique keys and the next query follow from what was really written, and a
-statement that the test did not think of gets a true answer. The price is a translation, kept to five textual rewrites
+statement that the test did not think of gets a true answer. The price is a translation, kept to six textual rewrites
 (`_to_sqlite`), which is all that the product's portable SQL needs. A translation through sqlglot was rejected: it would
 rewrite the whole of each statement by rules of its own, and an error in the Oracle text could be mended on the way. What
 the rewrites do not cover fails loudly and never reaches the product.
@@ -351,9 +351,10 @@ _SQLITE_CLOCK = str(now_us().compile(dialect=sqlite.dialect()))
 
 
 def _to_sqlite(sql: str) -> str:
-    """The five things that the product's SQL on Oracle says otherwise than SQLite does."""
+    """The six things that the product's SQL on Oracle says otherwise than SQLite does."""
     sql = sql.replace(_CLOCK, _SQLITE_CLOCK)
     sql = re.sub(r"\bFROM DUAL\b", "", sql)
+    sql = re.sub(r"\s+FOR UPDATE$", "", sql)  # who writes on SQLite is alone
     sql = re.sub(r"\bFETCH FIRST (\S+) ROWS ONLY\b", r"LIMIT \1", sql)
     sql = re.sub(r"(\bRETURNING .*) INTO :.*$", r"\1", sql, flags=re.DOTALL)
     return re.sub(r':"(\w+)"', r":\1", sql)
@@ -364,7 +365,7 @@ def _is_query(sql: str) -> bool:
 
 
 def _is_write(sql: str) -> bool:
-    return _matches(r"^\s*(INSERT|UPDATE|DELETE|SAVEPOINT|ROLLBACK TO)\b", sql)
+    return _matches(r"^\s*(INSERT|UPDATE|DELETE|SAVEPOINT|ROLLBACK TO)\b", sql) or _matches(r"\bFOR UPDATE$", sql)
 
 
 def _named(parameters: Mapping[str, Any] | Sequence[Any] | None) -> Binds:

@@ -15,9 +15,10 @@ import types
 import numpy as np
 import pytest
 
-from llama_ckpt import files
+from llama_ckpt import disk, files, owners
+from llama_ckpt.disk import map_file
 from llama_ckpt.errors import FileMissing, StoreFull, StoreUnavailable, UnsafePath
-from llama_ckpt.files import Store, map_file, path_of
+from llama_ckpt.files import Store, path_of
 from llama_ckpt.registry import Registry
 from llama_ckpt.verify import Verifier
 
@@ -81,7 +82,7 @@ def test_a_payload_of_any_item_size_is_written_byte_for_byte(store):
 
 
 def test_a_payload_larger_than_one_call_to_the_system_is_written_in_full(store, monkeypatch):
-    monkeypatch.setattr(files, "_CHUNK", 1000)
+    monkeypatch.setattr(disk, "_CHUNK", 1000)
     store.write(ID, HEAD, PAYLOAD)
     assert read(store) == WHOLE
 
@@ -297,7 +298,7 @@ def test_an_interrupted_write_leaves_at_most_a_temporary_file(tmp_path, step):
     store.create()
     with pytest.raises(KeyboardInterrupt):
         store.write(ID, HEAD, PAYLOAD)
-    assert files_in(store) == [PATH.replace(".llam", ".tmp")]
+    assert files_in(store) == [PATH.replace(".llam", f".{owners.my_tag()}.tmp")]
     assert [entry.kind for entry in store.walk()] == ["temporary"]
     assert store.size(PATH) is None
 
@@ -354,14 +355,18 @@ def test_without_free_space_nothing_is_begun(tmp_path, monkeypatch, free):
     told: list[str] = []
     store = Store(tmp_path / "store", hook=told.append)
     store.create()
-    monkeypatch.setattr("llama_ckpt.files.shutil.disk_usage", lambda _path: types.SimpleNamespace(free=free))
+    monkeypatch.setattr(
+        "llama_ckpt.files.shutil.disk_usage", lambda _path: types.SimpleNamespace(free=free, total=1 << 50)
+    )
     with pytest.raises(StoreFull, match=f"no room for {len(WHOLE)} bytes under .*: {free} bytes are free"):
         store.write(ID, HEAD, PAYLOAD)
     assert (told, contents(store.root)) == ([], {})
 
 
 def test_free_space_of_the_very_size_is_enough(store, monkeypatch):
-    monkeypatch.setattr("llama_ckpt.files.shutil.disk_usage", lambda _path: types.SimpleNamespace(free=len(WHOLE)))
+    monkeypatch.setattr(
+        "llama_ckpt.files.shutil.disk_usage", lambda _path: types.SimpleNamespace(free=len(WHOLE), total=1 << 50)
+    )
     assert store.free_bytes() == len(WHOLE)
     store.write(ID, HEAD, PAYLOAD)
     assert read(store) == WHOLE
@@ -439,15 +444,15 @@ def test_a_file_whose_pages_cannot_be_read_is_an_error_and_no_crash(store, monke
             raise OSError(errno.EFAULT, "Bad address")
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.mmap.mmap", Damaged)
-        patch.setattr("llama_ckpt.files.sys.platform", "linux")
+        patch.setattr("llama_ckpt.disk.mmap.mmap", Damaged)
+        patch.setattr("llama_ckpt.disk.sys.platform", "linux")
         with pytest.raises(StoreUnavailable, match="its pages cannot be read: Bad address"):
             read(store)
 
 
 def test_a_kernel_that_cannot_read_ahead_reads_as_it_goes(store, monkeypatch):
     store.write(ID, HEAD, PAYLOAD)
-    monkeypatch.setattr(files, "_MADV_POPULATE_READ", 9999)  # no kernel knows it
+    monkeypatch.setattr(disk, "_MADV_POPULATE_READ", 9999)  # no kernel knows it
     assert read(store) == WHOLE
 
 
@@ -618,7 +623,7 @@ def test_a_shard_folder_that_becomes_a_symlink_while_a_write_begins_is_not_follo
 
     def meanwhile(_path):
         (store.root / "ab").symlink_to(elsewhere)
-        return types.SimpleNamespace(free=1 << 40)
+        return types.SimpleNamespace(free=1 << 40, total=1 << 50)
 
     with monkeypatch.context() as patch:
         patch.setattr("llama_ckpt.files.shutil.disk_usage", meanwhile)
@@ -650,7 +655,7 @@ def test_a_symlink_in_place_of_a_file_is_neither_read_nor_removed_nor_followed(s
 
 def test_a_symlink_in_place_of_the_temporary_file_is_not_written_through(store, outside):
     (store.root / "ab" / "cd").mkdir(parents=True)
-    (store.root / PATH).with_suffix(".tmp").symlink_to(outside / "victim")
+    (store.root / PATH).with_suffix(f".{owners.my_tag()}.tmp").symlink_to(outside / "victim")
     before = contents(outside)
     with pytest.raises(StoreUnavailable):
         store.write(ID, HEAD, PAYLOAD)

@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 
 import pytest
 
-from llama_ckpt.retention import Policy, judge
-from llama_ckpt.values import Checkpoint, StaleReason
+from llama_ckpt.errors import BadInput, NotFound
+from llama_ckpt.explaining import explain
+from llama_ckpt.retention import Order, Policy, judge, places_before
+from llama_ckpt.values import Candidate, Disk, RuleWord, StaleReason
 
 NOW = 1_700_000_000_000_000
 S = 1_000_000
 
 
-def row(*, age_s: float = 100.0, idle_s: float | None = None, **values) -> Checkpoint:
+def row(*, age_s: float = 100.0, idle_s: float | None = None, **values) -> Candidate:
     """A row saved `age_s` ago and last used `idle_s` ago; unpinned, without lease or expiry."""
-    fields = {field.name: None for field in dataclasses.fields(Checkpoint)}
-    fields |= {"created_us": NOW - round(age_s * S), "pinned": False}
-    fields["last_used_us"] = fields["created_us"] if idle_s is None else NOW - round(idle_s * S)
-    return Checkpoint(**{**fields, **values})
+    n = next(numbers)
+    created_us = NOW - round(age_s * S)
+    fields = {
+        "ckpt_no": n,
+        "id": f"{n:032x}",
+        "model_name": "m",
+        "label": None,
+        "n_tokens": 100,
+        "file_size": 1000,
+        "created_us": created_us,
+        "last_used_us": created_us if idle_s is None else NOW - round(idle_s * S),
+        "hit_count": 0,
+        "prefill_ms": None,
+        "expires_us": None,
+        "lease_until_us": None,
+        "pinned": False,
+        "parent_no": None,
+    }
+    return Candidate(**{**fields, **values})
 
 
-def verdict(checkpoint: Checkpoint, **policy: float):
-    (found,) = judge([checkpoint], Policy(**policy), NOW)
-    assert found.checkpoint is checkpoint
-    return found
+numbers = itertools.count(1)
+
+
+def condemned(rows, now_us=NOW, disk=None, **policy):
+    """The numbers of the rows that go."""
+    return [v.row.ckpt_no for v in judge(rows, Policy(**policy), now_us, disk)]
+
+
+def outcome(candidate: Candidate, **policy: float):
+    """What becomes of a row that has a newer one beside it, as (keep, rule, reason); the rule that keeps is told by explain."""
+    rows = [candidate, row(age_s=-1e6)]
+    given = Policy(**policy)
+    for verdict in judge(rows, given, NOW):
+        return False, verdict.rule, verdict.stale_reason
+    opinion = explain(rows, candidate, given, NOW, Disk(free=1, total=1))[-1]
+    assert opinion.word is RuleWord.KEEPS
+    return True, opinion.why, None
 
 
 MICROSECOND = 1e-6
@@ -105,16 +135,174 @@ EVICTED, EXPIRED = StaleReason.EVICTED, StaleReason.EXPIRED
     ],
 )
 def test_a_row_is_kept_or_condemned_by_the_first_rule_that_speaks(given, policy, keep, rule, stale):
-    found = verdict(row(**given), **policy)
-    assert (found.keep, found.rule, found.stale_reason) == (keep, rule, stale)
-
-
-def test_every_row_gets_one_verdict_in_the_order_given():
-    rows = [row(age_s=age) for age in (300, 1, 200, 2)]
-    verdicts = list(judge(iter(rows), Policy(max_age_s=100), NOW))
-    assert [v.checkpoint for v in verdicts] == rows
-    assert [v.keep for v in verdicts] == [False, True, False, True]
+    assert outcome(row(**given), **policy) == (keep, rule, stale)
 
 
 def test_no_rows_give_no_verdicts():
-    assert list(judge([], Policy(max_age_s=0), NOW)) == []
+    assert condemned([], max_age_s=0, max_bytes=0, max_count_per_label=0) == []
+
+
+# -- what always stays ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_always_stays_unless_its_own_time_is_over():
+    old, new = row(age_s=300), row(age_s=200)
+    assert condemned([old, new], max_age_s=100) == [old.ckpt_no]
+    assert condemned([old, new], max_bytes=0) == [old.ckpt_no]
+    assert condemned([old, new._replace(expires_us=1)], max_age_s=1000) == [new.ckpt_no]
+
+
+def test_the_last_n_of_each_label_or_model_stay_whatever_their_age():
+    rows = [row(age_s=1000 - i, label=label) for i, label in enumerate("aabbba")]
+    rows += [row(age_s=900, label=None), row(age_s=0, label="z")]
+    kept = {r.ckpt_no for r in rows} - set(condemned(rows, max_age_s=1, keep_last_per_label=1))
+    assert kept == {rows[5].ckpt_no, rows[4].ckpt_no, rows[7].ckpt_no}
+    by_model = [row(age_s=1000 - i, model_name=name) for i, name in enumerate("mmnn")] + [row(age_s=0, model_name="z")]
+    gone = condemned(by_model, max_idle_s=1, max_count=1, keep_last_per_model=1)
+    assert gone == [by_model[0].ckpt_no, by_model[2].ckpt_no]
+
+
+def test_parents_of_living_deltas_stay_and_leaves_go_first():
+    root = row(age_s=500)
+    delta = row(age_s=400, parent_no=root.ckpt_no)
+    leaf = row(age_s=50, parent_no=delta.ckpt_no)
+    newest = row(age_s=0)
+    assert condemned([root, delta, leaf, newest], max_age_s=100) == []
+    assert condemned([root, delta, newest], max_age_s=100) == [root.ckpt_no, delta.ckpt_no]
+    pinned = leaf._replace(pinned=1)
+    assert condemned([root, delta, pinned, newest], max_count=1) == []
+    # Over a limit of two the leaf goes, though its parents are older.
+    assert condemned([root, delta, leaf, newest], max_count=3, order=Order.OLDEST) == [leaf.ckpt_no]
+
+
+def test_a_delta_whose_parent_is_not_active_is_judged_for_itself():
+    lonely, newest = row(age_s=500, parent_no=999_999_999), row(age_s=0)
+    assert condemned([lonely, newest], max_age_s=100) == [lonely.ckpt_no]
+
+
+# -- limits --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "goes"),
+    [({"max_count": 2}, 2), ({"max_bytes": 2999}, 2), ({"max_bytes": 3000}, 1), ({"max_bytes": 9999}, 0)],
+)
+def test_over_a_limit_the_least_recently_used_go_until_the_rest_fits(limit, goes):
+    rows = [row(age_s=100, idle_s=idle_s) for idle_s in (40, 30, 20, 10)]
+    assert condemned(rows, order=Order.LRU, **limit) == [r.ckpt_no for r in rows[:goes]]
+
+
+def test_each_group_has_its_own_limit_and_what_has_no_label_has_none():
+    rows = [row(age_s=100 - i, label=label) for i, label in enumerate("aab-b")]
+    rows = [r._replace(label=None) if r.label == "-" else r for r in rows]
+    assert condemned(rows, order=Order.OLDEST, max_count_per_label=1) == [rows[0].ckpt_no, rows[2].ckpt_no]
+    assert condemned(rows, order=Order.OLDEST, max_bytes_per_model=4000) == [rows[0].ckpt_no]
+    assert len(condemned(rows, order=Order.OLDEST, max_count_per_model=1, max_count_per_label=1)) == 4
+
+
+def test_a_shielded_row_takes_room_and_the_others_make_up_for_it():
+    rows = [row(age_s=100 - i, pinned=i == 0) for i in range(4)]
+    assert condemned(rows, order=Order.OLDEST, max_count=2) == [rows[1].ckpt_no, rows[2].ckpt_no]
+
+
+def test_a_limit_is_enforced_from_high_water_down_to_low_water():
+    rows = [row(age_s=100 - i) for i in range(10)]
+    water = {"order": Order.OLDEST, "max_count": 10, "high_water": 0.9, "low_water": 0.5}
+    assert len(condemned(rows, **water)) == 5
+    assert condemned(rows[:9], **water) == []
+
+
+@pytest.mark.parametrize(
+    ("floor", "pending", "goes"),
+    [
+        ({"min_free": 5000}, 0, 2),
+        ({"min_free": 5000}, 2000, 0),
+        ({"min_free_share": 0.05}, 0, 2),
+        ({"min_free": 1}, 0, 0),
+    ],
+)
+def test_below_the_floor_of_free_space_as_much_goes_as_is_lacking(floor, pending, goes):
+    rows = [row(age_s=100 - i) for i in range(5)]
+    disk = Disk(free=3000, total=100_000, pending=pending)
+    assert condemned(rows, disk=disk, order=Order.OLDEST, **floor) == [r.ckpt_no for r in rows[:goes]]
+
+
+# -- the order -----------------------------------------------------------------------------------------------------------------
+
+
+def first(rows, **policy):
+    (gone,) = condemned([*rows, row(age_s=0)], max_count=len(rows), **policy)
+    return gone
+
+
+def test_by_value_goes_what_spares_the_least_evaluation_per_byte():
+    small = row(prefill_ms=100, file_size=1000)
+    large = row(prefill_ms=1000, file_size=100_000)
+    used = row(prefill_ms=100, file_size=1000, hit_count=3)
+    assert first([small, large, used]) == large.ckpt_no
+    assert first([small, used]) == small.ckpt_no
+
+
+def test_a_hit_counts_half_after_the_half_life():
+    long_ago = row(age_s=1e6, idle_s=60_000, hit_count=8, prefill_ms=100)  # decayed to 0.25
+    lately = row(age_s=1e6, idle_s=0, hit_count=2, prefill_ms=100)
+    assert first([long_ago, lately], half_life_s=12_000.0) == long_ago.ckpt_no
+    assert first([long_ago, lately], half_life_s=1e9) == lately.ckpt_no
+
+
+def test_what_was_never_measured_is_taken_for_what_its_model_takes_a_token():
+    measured = row(prefill_ms=1000, n_tokens=100)
+    guessed = row(prefill_ms=None, n_tokens=1000)  # ten times as long
+    other = row(prefill_ms=3000, n_tokens=100)
+    assert first([measured, guessed, other]) == measured.ckpt_no
+
+
+def test_equal_values_within_the_noise_of_a_measurement_go_by_their_last_use():
+    quicker, slower = row(prefill_ms=101, idle_s=5), row(prefill_ms=100, idle_s=1)
+    assert first([quicker, slower]) == quicker.ckpt_no
+
+
+@pytest.mark.parametrize(
+    ("order", "goes"), [(Order.LRU, "idle"), (Order.LFU, "seldom"), (Order.OLDEST, "old")], ids=["lru", "lfu", "oldest"]
+)
+def test_each_order_names_its_own_first(order, goes):
+    rows = {
+        "idle": row(age_s=50, idle_s=50, hit_count=9),
+        "seldom": row(age_s=60, idle_s=1, hit_count=1),
+        "old": row(age_s=90, idle_s=1, hit_count=9),
+    }
+    assert first(list(rows.values()), order=order) == rows[goes].ckpt_no
+
+
+def test_a_newcomer_that_is_worth_less_than_all_others_has_nobody_before_it():
+    others = [row(prefill_ms=10_000, file_size=100) for _ in range(3)]
+    poor = row(prefill_ms=1, file_size=100_000, age_s=0)
+    rich = row(prefill_ms=100_000, file_size=10, age_s=0)
+    assert places_before(poor, others, Policy(), NOW) == []
+    assert len(places_before(rich, others, Policy(), NOW)) == 3
+
+
+# -- explain -------------------------------------------------------------------------------------------------------------------
+
+
+def test_explain_tells_what_every_rule_says_and_what_comes_of_it():
+    rows = [row(age_s=100 - i, label="night") for i in range(3)]
+    policy = Policy(max_age_s=99.5, max_count_per_label=2, order=Order.OLDEST, max_bytes=10**6)
+    disk = Disk(free=1, total=1)
+    told = {o.rule: (o.word, o.why) for o in explain(rows, rows[0], policy, NOW, disk)}
+    assert told["max_age"] == (RuleWord.CONDEMNS, "saved 100 s ago, the limit is 100 s")
+    assert told["max_bytes"] == (RuleWord.SILENT, "3000 of 1000000 in use before this prune")
+    assert told["order = oldest"][1] == "place 1 of 3 to go when a limit is passed"
+    assert told["prune"] == (RuleWord.CONDEMNS, "saved over 100 s ago, max_age is 100 s")
+    newest = {o.rule: (o.word, o.why) for o in explain(rows, rows[2], policy, NOW, disk)}
+    assert newest["always stays"] == newest["prune"] == (RuleWord.KEEPS, "the newest")
+    with pytest.raises(NotFound, match="past all rules"):
+        explain(rows, row(), policy, NOW, disk)
+
+
+@pytest.mark.parametrize(
+    "values", [{"high_water": 0.5, "low_water": 0.9}, {"low_water": 0.0}, {"half_life_s": 0.0}, {"min_free_share": 1.0}]
+)
+def test_a_policy_that_cannot_be_meant_is_refused(values):
+    with pytest.raises(BadInput):
+        Policy(**values)

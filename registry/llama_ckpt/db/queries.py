@@ -217,14 +217,6 @@ def scan(db: sa.Connection, status: Status | None = None) -> Iterator[Checkpoint
         last = rows[-1].ckpt_no
 
 
-def known_paths(db: sa.Connection, paths: Sequence[str]) -> set[str]:
-    """Those of `paths` that a row names."""
-    known: set[str] = set()
-    for some in batches(paths):
-        known.update(db.scalars(sa.select(meta.c.file_path).where(meta.c.file_path.in_(some))))
-    return known
-
-
 def lease(db: sa.Connection, row: Checkpoint, seconds: float) -> int | None:
     """Claims an ACTIVE row for reading and gives the expiry by the database's clock; None when it is ACTIVE no more.
 
@@ -254,25 +246,19 @@ def record_hit(db: sa.Connection, row: Checkpoint) -> None:
 
 def mark_stale(db: sa.Connection, row: Checkpoint, reason: StaleReason) -> bool:
     """Makes an ACTIVE row STALE, and with it every delta that needs it; False when it is STALE already."""
-    if not _mark(db, [meta.c.ckpt_no == row.ckpt_no], reason):
+    if not mark(db, [meta.c.ckpt_no == row.ckpt_no], reason):
         return False
     _mark_descendants(db, [row.ckpt_no], reason)
     return True
 
 
-def mark_stale_untouched(db: sa.Connection, row: Checkpoint, reason: StaleReason) -> bool:
-    """Makes a row STALE only if nothing happened to it since it was read: no use, no pin, no lease, no delta that needs it."""
-    if not _mark(db, [*_untouched(row), _childless(row)], reason):
-        return False
-    _unlink(db, [row.ckpt_no])
-    return True
-
-
 def mark_model_stale(db: sa.Connection, digest: bytes, reason: StaleReason) -> int:
     """Makes all ACTIVE rows of a fingerprint STALE. Deltas and their parents are of one fingerprint."""
-    marked = _mark(db, [meta.c.fingerprint == digest], reason)
-    stale = sa.select(meta.c.ckpt_no).where(meta.c.fingerprint == digest, meta.c.status == STALE)
-    db.execute(sa.delete(checkpoint_prefix).where(checkpoint_prefix.c.ckpt_no.in_(stale)))
+    active = [meta.c.fingerprint == digest, meta.c.status == ACTIVE]
+    # Locked in order of the number, as prune and gc do: no deadlocks.
+    numbers = list(db.scalars(sa.select(meta.c.ckpt_no).where(*active).order_by(meta.c.ckpt_no).with_for_update()))
+    marked = sum(mark(db, [meta.c.ckpt_no.in_(some)], reason) for some in batches(numbers))
+    unlink(db, numbers)
     return marked
 
 
@@ -282,30 +268,26 @@ def has_active_child(db: sa.Connection, row: Checkpoint) -> bool:
     return db.execute(needing.limit(1)).first() is not None
 
 
-def _childless(row: Checkpoint) -> sa.ColumnElement[bool]:
-    child = meta.alias("child")
-    return ~sa.exists(sa.select(child.c.ckpt_no).where(child.c.parent_no == row.ckpt_no, child.c.status == ACTIVE))
-
-
 def _mark_descendants(db: sa.Connection, parents: Sequence[int], reason: StaleReason) -> None:
     """Level by level: each statement sees what was committed before it, so a child added meanwhile is taken too."""
     while parents:
-        _unlink(db, parents)
+        unlink(db, parents)
         children: list[int] = []
         for some in batches(parents):
             needing = [meta.c.parent_no.in_(some), meta.c.status == ACTIVE]
             children += db.scalars(sa.select(meta.c.ckpt_no).where(*needing).order_by(meta.c.ckpt_no))
         for some in batches(children):
-            _mark(db, [meta.c.ckpt_no.in_(some)], reason)
+            mark(db, [meta.c.ckpt_no.in_(some)], reason)
         parents = children
 
 
-def _mark(db: sa.Connection, which: Sequence[sa.ColumnElement[bool]], reason: StaleReason) -> int:
+def mark(db: sa.Connection, which: Sequence[sa.ColumnElement[bool]], reason: StaleReason) -> int:
+    """Makes the ACTIVE rows that fit all conditions STALE, and says how many. Links and deltas are the caller's to see to."""
     values = {"status": STALE, "active_key": None, "stale_reason": reason.value, "stale_us": now_us()}
     return db.execute(sa.update(meta).where(meta.c.status == ACTIVE, *which).values(**values)).rowcount
 
 
-def _unlink(db: sa.Connection, ckpt_nos: Sequence[int]) -> None:
+def unlink(db: sa.Connection, ckpt_nos: Sequence[int]) -> None:
     """Takes the prefix links of rows that went STALE; in the transaction of the mark, so that a link always leads to an
     ACTIVE row.
     """
@@ -313,22 +295,25 @@ def _unlink(db: sa.Connection, ckpt_nos: Sequence[int]) -> None:
         db.execute(sa.delete(checkpoint_prefix).where(checkpoint_prefix.c.ckpt_no.in_(some)))
 
 
-def delete_untouched(db: sa.Connection, row: Checkpoint) -> bool:
-    """Deletes a STALE row only if nothing happened to it since it was read, and no delta's row names it any more."""
-    child = meta.alias("child")
-    named = sa.exists(sa.select(child.c.ckpt_no).where(child.c.parent_no == row.ckpt_no))
-    return db.execute(sa.delete(meta).where(meta.c.status == STALE, ~named, *_untouched(row))).rowcount == 1
+def reactivate(db: sa.Connection, row: Checkpoint) -> bool:
+    """Makes a STALE row ACTIVE again, without its expiry; False when it is gone, ACTIVE, or a delta of what is not ACTIVE.
 
-
-def _untouched(row: Checkpoint) -> list[sa.ColumnElement[bool]]:
-    free = sa.or_(meta.c.lease_until_us.is_(None), meta.c.lease_until_us <= now_us())
-    return [
-        meta.c.ckpt_no == row.ckpt_no,
-        meta.c.last_used_us == row.last_used_us,
-        meta.c.hit_count == row.hit_count,
-        meta.c.pinned == 0,
-        free,
-    ]
+    Raises:
+        sqlalchemy IntegrityError: another row of this fingerprint and input is ACTIVE.
+    """
+    if row.parent_no is not None and not _touch_active(db, row.parent_no):
+        return False
+    # A row of size 0 has lost its file, or is about to.
+    stale = [meta.c.ckpt_no == row.ckpt_no, meta.c.status == STALE, meta.c.file_size == row.file_size]
+    values = {
+        "status": ACTIVE,
+        "active_key": active_key(row.fingerprint, row.input_hash),
+        "stale_reason": None,
+        "stale_us": None,
+        "expires_us": None,
+        "last_used_us": now_us(),
+    }
+    return db.execute(sa.update(meta).where(*stale, meta.c.file_size > 0).values(**values)).rowcount == 1
 
 
 def set_pinned(db: sa.Connection, checkpoint_id: str, pinned: bool) -> None:

@@ -127,8 +127,9 @@ def unpack_header(view: memoryview, padding: int) -> Header:
     return Header(**dict(zip((field.name for field in fields(Header)), values, strict=True)))
 
 
-def read_header(view: memoryview, name: str) -> tuple[Header, int]:
-    """The header and the padding before it, after magic, version, header CRC and all counts were checked.
+def read_header(view: memoryview, name: str, size: int | None = None) -> tuple[Header, int]:
+    """The header and the padding before it, after magic, version, header CRC and all counts were checked. `view` may be the
+    beginning of a file of `size` bytes.
 
     Raises:
         CorruptFile: whichever check fails first, with the values that disagree.
@@ -146,7 +147,7 @@ def read_header(view: memoryview, name: str) -> tuple[Header, int]:
         actual == header.header_crc32,
         f"CRC of the header is {actual:08x}, it says {header.header_crc32:08x}",
     )
-    _check_counts(header, len(view) - padding, name)
+    _check_counts(header, (len(view) if size is None else size) - padding, name)
     return header, padding
 
 

@@ -1,0 +1,230 @@
+"""The statements of prune, gc and the byte budget. Nothing here commits.
+
+Rows are read lean and in order of their number, so that a registry of a million rows need not be held; marks and deletes go
+in batches: the rows are locked in order, compared with what the plan saw, and taken in one statement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from llama_ckpt.db.queries import ACTIVE, STALE, batches, clock_us, mark, unlink
+from llama_ckpt.db.tables import ghost_seen, llama_model, save_claim
+from llama_ckpt.db.tables import llama_checkpoint_meta as meta
+from llama_ckpt.db.types import now_us
+from llama_ckpt.values import Candidate, GcItem, SeenRow, StaleReason, StoredFile
+
+_PAGE = 5000
+_BUDGET_KEY = bytes(32)
+BLOCK_BYTES = 4096
+
+
+def candidates(db: sa.Connection) -> Iterator[Candidate]:
+    """What a policy looks at of every ACTIVE row, in order of their number."""
+    for row in _pages(db, Candidate._fields, [meta.c.status]):
+        if row[-1] == ACTIVE:
+            yield Candidate._make(row[:-1])
+
+
+def stored_files(db: sa.Connection) -> Iterator[StoredFile]:
+    """What gc looks at of every row, in order of their number."""
+    for row in _pages(db, StoredFile._fields, []):
+        yield StoredFile._make(row)
+
+
+def _pages(db: sa.Connection, names: Sequence[str], more: Sequence[sa.Column[Any]]) -> Iterator[sa.Row[Any]]:
+    columns = [*(meta.c[name] for name in names), *more]
+    last = 0
+    while True:
+        # Only the key decides the order of the look-up: with the status in it SQLite takes the status's index and sorts all
+        # rows for each page.
+        rows = db.execute(sa.select(*columns).where(meta.c.ckpt_no > last).order_by(meta.c.ckpt_no).limit(_PAGE)).all()
+        yield from rows
+        if len(rows) < _PAGE:
+            return
+        last = rows[-1].ckpt_no
+
+
+def least_recently_used(db: sa.Connection, at_most: int) -> list[Candidate]:
+    """ACTIVE rows with a file that nothing shields, least recently used first."""
+    columns = [meta.c[name] for name in Candidate._fields]
+    query = sa.select(*columns).where(meta.c.status == ACTIVE, meta.c.file_size > 0, *_free())
+    return [Candidate._make(row) for row in db.execute(query.order_by(meta.c.last_used_us).limit(at_most))]
+
+
+def stale_with_file(db: sa.Connection, at_most: int) -> list[tuple[SeenRow, str, int]]:
+    """STALE rows whose file is still to be freed and that nothing shields, longest STALE first: row, path and bytes."""
+    query = sa.select(*_SEEN, meta.c.file_path, meta.c.file_size).where(
+        meta.c.status == STALE, meta.c.file_size > 0, *_free()
+    )
+    rows = db.execute(query.order_by(meta.c.stale_us, meta.c.ckpt_no).limit(at_most))
+    return [(SeenRow._make(row[:4]), row.file_path, int(row.file_size)) for row in rows]
+
+
+_SEEN = [meta.c[name] for name in SeenRow._fields]
+
+
+def _free() -> list[sa.ColumnElement[bool]]:
+    leased = sa.or_(meta.c.lease_until_us.is_(None), meta.c.lease_until_us <= now_us())
+    return [meta.c.pinned == 0, leased]
+
+
+# -- marks and deletes: only what is as the plan saw it ----------------------------------------------------------------------
+
+
+def mark_untouched(db: sa.Connection, rows: Sequence[SeenRow], reason: StaleReason) -> set[int]:
+    """Makes ACTIVE rows STALE to which nothing happened since they were seen: no use, no pin, no lease, no ACTIVE delta that
+    needs them (beyond those that go along). Gives the numbers of those it marked.
+    """
+    numbers = _untouched_leaves(db, rows, ACTIVE)
+    for some in batches(numbers):
+        mark(db, [meta.c.ckpt_no.in_(some)], reason)
+    unlink(db, numbers)
+    return set(numbers)
+
+
+def delete_untouched(db: sa.Connection, rows: Sequence[SeenRow]) -> set[int]:
+    """Deletes STALE rows to which nothing happened since they were seen, and that no delta's row names (beyond those that go
+    along). Gives the numbers of those it deleted.
+    """
+    numbers = _untouched_leaves(db, rows, STALE)
+    # Deltas before their parents: the database keeps a row that another one names.
+    for some in batches(sorted(numbers, reverse=True)):
+        db.execute(sa.delete(meta).where(meta.c.ckpt_no.in_(some)))
+    return set(numbers)
+
+
+def forget_files(db: sa.Connection, rows: Sequence[SeenRow]) -> set[int]:
+    """Says of STALE rows that they have no file any more, before it is unlinked: from then on nobody makes them ACTIVE again.
+    Gives the numbers of the rows that are still STALE and free.
+    """
+    numbers = sorted(row.ckpt_no for row in rows)
+    free: set[int] = set()
+    for some in batches(numbers):
+        query = sa.select(meta.c.ckpt_no).where(meta.c.ckpt_no.in_(some), meta.c.status == STALE, *_free())
+        free.update(db.scalars(query.order_by(meta.c.ckpt_no).with_for_update()))
+    for some in batches(sorted(free)):
+        db.execute(sa.update(meta).where(meta.c.ckpt_no.in_(some)).values(file_size=0))
+    return free
+
+
+def remember_file(db: sa.Connection, row: SeenRow, size: int) -> None:
+    """Takes that back: the file could not be unlinked."""
+    db.execute(sa.update(meta).where(meta.c.ckpt_no == row.ckpt_no, meta.c.file_size == 0).values(file_size=size))
+
+
+def purgeable(
+    db: sa.Connection, of_input: bytes | None, label: str | None, model_name: str | None
+) -> list[tuple[SeenRow, str]]:
+    """The rows of an input, a label or a model, or all, with their paths; and all deltas that need them. Highest number first:
+    a delta before its parent.
+    """
+    wanted = [(meta.c.input_hash, of_input), (meta.c.label, label), (meta.c.model_name, model_name)]
+    query = sa.select(*_SEEN, meta.c.file_path).where(*(c == value for c, value in wanted if value is not None))
+    found: dict[int, Any] = {row.ckpt_no: row for row in db.execute(query)}
+    level = sorted(found)
+    while level:
+        below: dict[int, Any] = {}
+        for some in batches(level):
+            children = sa.select(*_SEEN, meta.c.file_path).where(meta.c.parent_no.in_(some))
+            below.update((row.ckpt_no, row) for row in db.execute(children) if row.ckpt_no not in found)
+        found |= below
+        level = sorted(below)
+    return [(SeenRow._make(found[n][:4]), found[n].file_path) for n in sorted(found, reverse=True)]
+
+
+def delete_rows(db: sa.Connection, numbers: Sequence[int]) -> None:
+    """Deletes rows, given deltas first, whatever they are."""
+    for some in batches(numbers):
+        db.execute(sa.delete(meta).where(meta.c.ckpt_no.in_(some)))
+
+
+def fingerprints_of(db: sa.Connection, model_name: str) -> set[bytes]:
+    """The fingerprints of the models of this name."""
+    return set(db.scalars(sa.select(llama_model.c.fingerprint).where(llama_model.c.model_name == model_name)))
+
+
+def _untouched_leaves(db: sa.Connection, rows: Sequence[SeenRow], status: str) -> list[int]:
+    """The numbers, in order, of rows that are as they were seen and that only rows among them need. Locks them."""
+    seen = {row.ckpt_no: row for row in rows}
+    numbers = sorted(seen)
+    untouched: set[int] = set()
+    for some in batches(numbers):
+        query = sa.select(*_SEEN).where(meta.c.ckpt_no.in_(some), meta.c.status == status, *_free())
+        # In order of the number, as everyone locks: no deadlocks. SQLite's writers are alone and lock nothing here.
+        for row in db.execute(query.order_by(meta.c.ckpt_no).with_for_update()):
+            planned = seen[row.ckpt_no]
+            if (row.last_used_us, row.hit_count) == (planned.last_used_us, planned.hit_count):
+                untouched.add(row.ckpt_no)
+    # A statement of its own, after the locks: it sees what was committed before them, and who adds a delta changes its parent.
+    children: dict[int, list[int]] = {}
+    for some in batches(sorted(untouched)):
+        query = sa.select(meta.c.parent_no, meta.c.ckpt_no).where(meta.c.parent_no.in_(some))
+        for parent, child in db.execute(query if status == STALE else query.where(meta.c.status == ACTIVE)):
+            children.setdefault(int(parent), []).append(int(child))
+    for number in sorted(untouched, reverse=True):  # a delta's number is above its parent's
+        if not untouched.issuperset(children.get(number, ())):
+            untouched.discard(number)
+    return sorted(untouched)
+
+
+# -- ghosts ------------------------------------------------------------------------------------------------------------------
+
+
+def known_paths(db: sa.Connection, paths: Sequence[str]) -> set[str]:
+    """Those of `paths` that a row names."""
+    known: set[str] = set()
+    for some in batches(paths):
+        known.update(db.scalars(sa.select(meta.c.file_path).where(meta.c.file_path.in_(some))))
+    return known
+
+
+def ghosts_seen(db: sa.Connection) -> dict[str, int]:
+    """The ghosts that earlier runs saw: path to the time of the file, in ns since 1970."""
+    return {
+        path: int(mtime_ns) for path, mtime_ns in db.execute(sa.select(ghost_seen.c.file_path, ghost_seen.c.mtime_ns))
+    }
+
+
+def note_ghosts(db: sa.Connection, ghosts: Sequence[GcItem]) -> None:
+    """Remembers the ghosts that are there for the next run, in place of those that the last one saw."""
+    db.execute(sa.delete(ghost_seen))
+    seen_us = clock_us(db)
+    rows = [
+        {"file_path": g.path, "mtime_ns": g.mtime_ns or 0, "size_bytes": g.size_bytes, "seen_us": seen_us}
+        for g in ghosts
+    ]
+    if rows:
+        db.execute(sa.insert(ghost_seen), rows)
+
+
+# -- the byte budget -----------------------------------------------------------------------------------------------------------
+
+
+def queue_for_budget(db: sa.Connection) -> None:
+    """Lets one transaction at a time decide what the budget has room for; the others wait here until it ends."""
+    changed = db.execute(sa.update(save_claim).where(save_claim.c.claim_key == _BUDGET_KEY).values(expires_us=now_us()))
+    if changed.rowcount == 0:  # somebody deleted the row that the schema was made with
+        db.execute(sa.insert(save_claim).values(claim_key=_BUDGET_KEY, holder="budget", reserved_bytes=0, expires_us=0))
+
+
+def used_bytes(db: sa.Connection) -> int:
+    """Bytes in use: files of all rows, in whole blocks, what others have reserved, and the ghosts that gc saw. Counted anew at
+    every call.
+    """
+    # Every file may end in a block of which it fills a byte.
+    rows = sa.select(sa.func.coalesce(sa.func.sum(meta.c.file_size + BLOCK_BYTES), 0)).where(meta.c.file_size > 0)
+    reserved = sa.select(sa.func.coalesce(sa.func.sum(save_claim.c.reserved_bytes), 0)).where(
+        save_claim.c.expires_us >= now_us()
+    )
+    ghosts = sa.select(sa.func.coalesce(sa.func.sum(ghost_seen.c.size_bytes), 0))
+    return sum(int(db.execute(query).scalar_one()) for query in (rows, reserved, ghosts))
+
+
+def pending_bytes(db: sa.Connection) -> int:
+    """Bytes of STALE rows, which gc will free."""
+    query = sa.select(sa.func.coalesce(sa.func.sum(meta.c.file_size), 0)).where(meta.c.status == STALE)
+    return int(db.execute(query).scalar_one())

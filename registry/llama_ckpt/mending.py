@@ -1,0 +1,138 @@
+"""Undoing and mending: STALE rows back to ACTIVE while their files are whole, sound orphans back into the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llama_ckpt import formats
+from llama_ckpt.db import queries
+from llama_ckpt.errors import Conflict, CorruptFile, FileMissing, UnsafePath
+from llama_ckpt.fingerprint import tokens_hash
+from llama_ckpt.parts import Parts
+from llama_ckpt.values import (
+    Checkpoint,
+    Finding,
+    FindingKind,
+    MemoryKind,
+    NewCheckpoint,
+    RegisteredModel,
+    StaleReason,
+    Status,
+)
+from llama_ckpt.verify import Verifier, all_ok
+
+_UNDOABLE = {StaleReason.EVICTED, StaleReason.EXPIRED, StaleReason.REMOVED, StaleReason.SUPERSEDED}
+
+
+class Mender:
+    """Brings checkpoints back, each after every byte of its file was checked."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._verifier = Verifier(parts.database, parts.store)
+
+    def pruned_since(self, since_us: int) -> list[Checkpoint]:
+        """The rows that went STALE since then, by prune or for their expiry, in order of their number.
+
+        Raises:
+            DatabaseUnavailable: the database cannot be read.
+        """
+        undone = (StaleReason.EVICTED, StaleReason.EXPIRED)
+        with self._parts.database.read() as db:
+            rows = list(queries.scan(db, Status.STALE))
+        return [r for r in rows if r.stale_reason in undone and (r.stale_us or 0) >= since_us]
+
+    def unprune(self, rows: Sequence[Checkpoint]) -> list[tuple[Checkpoint, str]]:
+        """Makes STALE rows ACTIVE again whose files are whole, and says of each "ACTIVE" or why not. A row comes back without
+        its expiry. Interrupted, those that are back are back.
+
+        Raises:
+            DatabaseUnavailable, StoreUnavailable: they cannot be read; nothing is known of the rest.
+        """
+        # A parent before its deltas: their numbers are above its own.
+        return [(row, self._unprune(row)) for row in sorted(rows, key=lambda row: row.ckpt_no)]
+
+    def _unprune(self, row: Checkpoint) -> str:
+        if row.status is Status.ACTIVE:
+            return "it is ACTIVE"
+        if row.stale_reason not in _UNDOABLE:
+            return f"it is {row.stale_reason}: that is no matter of policy"
+        if row.file_size == 0 or self._parts.store.size(row.file_path) is None:
+            return "its file is freed already"
+        checks = self._verifier.checkpoint(row)
+        if not all_ok(checks):
+            return "; ".join(str(check) for check in checks if check.ok is False)
+        self._parts.hook("checked")
+        try:
+            with self._parts.database.write() as db:
+                back = queries.reactivate(db, row)
+        except Conflict:
+            return "another checkpoint of the same input is ACTIVE"
+        self._parts.hook("reactivated")
+        return "ACTIVE" if back else "it was collected meanwhile, or the checkpoint that it is a delta of is not ACTIVE"
+
+    def repair(self, findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
+        """Marks the rows of missing and damaged files STALE and registers sound orphans again; says what became of each.
+
+        Raises:
+            DatabaseUnavailable, StoreUnavailable: they cannot be used; what was mended stays so.
+        """
+        return [(finding, self._repair(finding)) for finding in findings]
+
+    def _repair(self, finding: Finding) -> str:
+        if finding.checkpoint_id is not None:
+            row = self._parts.database.query(lambda db: queries.get(db, finding.checkpoint_id or ""))
+            reasons = {FindingKind.MISSING: StaleReason.MISSING, FindingKind.CORRUPT: StaleReason.CORRUPT}
+            if row is None or row.status is Status.STALE:
+                return "its row went meanwhile"
+            if finding.kind is FindingKind.MISSING:
+                self._parts.require_store()
+            self._parts.make_stale(row, reasons[finding.kind], finding.detail)
+            return "marked STALE"
+        if finding.kind is FindingKind.ORPHAN:
+            return self._adopt(finding.path)
+        return "left for gc" if finding.kind is FindingKind.TEMPORARY else "left alone"
+
+    def _adopt(self, path: str) -> str:
+        try:
+            with self._parts.store.map(path) as view:
+                file = formats.open_checkpoint(view, path)
+                new, model = _row_of(file, path)
+        except (CorruptFile, FileMissing, UnsafePath) as error:
+            return f"left for gc: {error}"
+        self._parts.store.touch(path)  # gc takes it for fresh until the row is there
+        try:
+            with self._parts.database.write() as db:
+                queries.put_model(db, model)
+                queries.insert_checkpoint(db, new)
+        except Conflict:
+            return "left for gc: another checkpoint of the same input is ACTIVE"
+        return "registered again"
+
+
+def _row_of(file: formats.CheckpointFile, path: str) -> tuple[NewCheckpoint, RegisteredModel]:
+    """The row that a file's own header and metadata give.
+
+    Raises:
+        CorruptFile: it is a delta, whose parent only its lost row named.
+    """
+    header, metadata = file.contents.header, file.contents.metadata
+    if header.start_token:
+        raise CorruptFile(path=path, check="Structure", reason="a delta is not registered again without its parent")
+    model_name = str(metadata.get("model_name") or "unnamed")[:200]
+    new = NewCheckpoint(
+        id=path.rpartition("/")[2].partition(".")[0],
+        model_name=model_name,
+        fingerprint=file.fingerprint.digest,
+        input_hash=header.input_hash,
+        tokens_hash=tokens_hash(file.contents.token_ids),
+        n_tokens=header.seq_len,
+        memory_kind=MemoryKind(str(metadata.get("memory_kind", "full"))),
+        file_path=path,
+        file_size=header.payload_offset + header.payload_size,
+        payload_crc32=header.payload_crc32,
+        prefill_ms=None,
+        expires_in_s=None,
+        label=None,
+    )
+    return new, RegisteredModel(fingerprint=file.fingerprint, model_name=model_name, dimensions=file.dimensions)
