@@ -13,7 +13,17 @@ import typer
 
 from llama_ckpt import __version__
 from llama_ckpt.errors import LlamaCkptError, StoreFull
-from llama_ckpt_cli import administration, checkpoints, demo, diagnosis, inspection, maintenance, pruning, schedules
+from llama_ckpt_cli import (
+    administration,
+    checkpoints,
+    demo,
+    diagnosis,
+    inspection,
+    maintenance,
+    pruning,
+    schedules,
+    verification,
+)
 from llama_ckpt_cli.output import printable
 
 app = typer.Typer(
@@ -40,7 +50,8 @@ def _options(
     """Registry and garbage collector for llama.cpp KV-cache checkpoints."""
 
 
-for module in (demo, checkpoints, inspection, diagnosis, pruning, maintenance, administration, schedules):
+COMMANDS = (demo, checkpoints, inspection, verification, diagnosis, pruning, maintenance, schedules, administration)
+for module in COMMANDS:
     module.add_to(app)
 
 

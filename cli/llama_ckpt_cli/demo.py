@@ -19,8 +19,9 @@ from llama_ckpt_cli.session import Session, command
 if TYPE_CHECKING:
     from llama_ckpt.collector import Collector
     from llama_ckpt.engine.llamacpp import LlamaCppEngine
+    from llama_ckpt.gc_values import GcPlan
     from llama_ckpt.registry import Registry
-    from llama_ckpt.values import Checkpoint, GcPlan, RestoreResult
+    from llama_ckpt.values import Checkpoint, RestoreResult
     from llama_ckpt_cli.output import Output
 
 N_CONTINUED = 16
@@ -218,7 +219,7 @@ class Story:
         """An orphan and the STALE row's file: planned in a dry run, then collected; then everything verifies."""
         from llama_ckpt.collector import Collector
         from llama_ckpt.files import path_of
-        from llama_ckpt.values import GcKind
+        from llama_ckpt.gc_values import GcKind
         from llama_ckpt.verify import Verifier, all_ok
 
         orphan = self.registry.store.root / path_of("0123456789abcdef" * 2)

@@ -1,25 +1,19 @@
-"""Commands about files: inspect, verify."""
+"""The command that shows a file: inspect."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from llama_ckpt_cli.output import count, size, when
+from llama_ckpt_cli.output import size, when
 from llama_ckpt_cli.session import Session, command
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from llama_ckpt.values import Check, Finding
 
 
 def add_to(app: typer.Typer) -> None:
-    """Adds the commands."""
+    """Adds the command."""
     command(app, "inspect")(inspect)
-    command(app, "verify")(verify)
 
 
 def inspect(
@@ -110,74 +104,3 @@ def _created(created_ns: int) -> str:
         return when(created_ns // 1000)
     except (ValueError, OverflowError, OSError):
         return f"{created_ns} ns (no date)"
-
-
-def verify(
-    session: Session,
-    what: Annotated[str | None, typer.Argument(help="A checkpoint's id or a file.", metavar="[ID|FILE]")] = None,
-    all_rows: Annotated[bool, typer.Option("--all", help="Every ACTIVE checkpoint, and the store's folders.")] = False,
-) -> None:
-    """Check a checkpoint, a file or everything, one line per check. Changes nothing. Exit code 12: something failed."""
-    import re
-
-    from llama_ckpt.errors import BadInput, FileMissing
-    from llama_ckpt.verify import file_checks
-
-    if (what is None) != all_rows:
-        raise BadInput(what="verify", value=what or "nothing", reason="name a checkpoint's id or a file, or say --all")
-    if what is None:
-        return _verify_all(session)
-    if _is_there(what):
-        with session.existing_registry() as registry:
-            return _report(session, [(what, file_checks(Path(what), registry.database if registry else None))])
-    if not re.fullmatch(r"[0-9a-fA-F]{4,32}", what) and any(c in what for c in "/\\."):
-        raise FileMissing(path=what)
-    from llama_ckpt.verify import Verifier
-
-    with session.registry() as registry:
-        row = registry.get(what)
-        return _report(session, [(row.id, Verifier(registry.database, registry.store).checkpoint(row))])
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return Path(name).exists()
-    except (OSError, ValueError):  # longer than a file's name can be, or with a NUL
-        return False
-
-
-def _verify_all(session: Session) -> None:
-    from llama_ckpt.verify import Verifier
-
-    with session.registry() as registry:
-        verifier = Verifier(registry.database, registry.store)
-        total = registry.stats().n_active
-        checked = []
-        with session.out.progress("verifying") as progress:
-            for row, checks in verifier.everything():
-                checked.append((row.id, checks))
-                progress(len(checked), total)
-        ghosts = list(verifier.ghosts())
-    advice = {"foreign": "left alone by gc"}
-    for ghost in ghosts:
-        what = f"{ghost.kind}: {ghost.path}: {ghost.detail} ({size(ghost.size_bytes)})"
-        session.out.note(f"{what}; {advice.get(ghost.kind, 'gc collects it after the grace')}")
-    _report(session, checked, ghosts)
-
-
-def _report(session: Session, checked: list[tuple[str, list[Check]]], ghosts: Sequence[Finding] = ()) -> None:
-    from llama_ckpt.errors import VerifyFailed
-    from llama_ckpt.verify import all_ok
-
-    failed = [name for name, checks in checked if not all_ok(checks)]
-
-    def human() -> None:
-        for name, checks in checked:
-            for check in checks:
-                session.out.line(f"{name}: {check}" if len(checked) > 1 else str(check))
-        if len(checked) != 1:
-            session.out.line(f"{len(checked) - len(failed)} of {count(len(checked), 'checkpoint')} verified")
-
-    session.out.result({"checkpoints": dict(checked), "ghosts": list(ghosts)}, human, failed)
-    if failed:
-        raise VerifyFailed(n_failed=len(failed), n_checked=len(checked))

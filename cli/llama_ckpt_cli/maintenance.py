@@ -10,7 +10,7 @@ from llama_ckpt_cli.output import count, size, span, when
 from llama_ckpt_cli.session import GRACES, Session, command, confirm
 
 if TYPE_CHECKING:
-    from llama_ckpt.values import GcKind, GcPlan, GcReport, GcRun
+    from llama_ckpt.gc_values import GcKind, GcPlan, GcReport, GcRun
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would happen; change nothing.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -80,7 +80,7 @@ def gc(
 
 def _kinds(only: str | None) -> list[GcKind] | None:
     from llama_ckpt.errors import BadInput
-    from llama_ckpt.values import GcKind
+    from llama_ckpt.gc_values import GcKind
 
     if only is None:
         return None
@@ -103,7 +103,7 @@ def _note_left_alone(session: Session, plan: GcPlan) -> None:
     for finding in plan.findings:
         session.out.note(f"left alone: {finding.path}: {finding.detail}")
     if plan.waiting:
-        session.out.note(f"{count(len(plan.waiting), 'ghost')} wait for a later run (--now takes them at once):")
+        session.out.note(f"{count(len(plan.waiting), 'ghost')} left for a later run (--now takes them at once):")
     for item in plan.waiting[:_SHOWN]:
         session.out.note(f"  {item.path}: {item.reason}")
 

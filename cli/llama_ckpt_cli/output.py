@@ -102,6 +102,8 @@ def plain(value: Any) -> Any:
             return str(value)
         case Mapping():
             return {str(k): plain(v) for k, v in value.items()}
+        case tuple() if hasattr(value, "_asdict"):
+            return plain(value._asdict())
         case list() | tuple():
             return [plain(v) for v in value]
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):

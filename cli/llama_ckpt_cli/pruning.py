@@ -10,9 +10,9 @@ from llama_ckpt_cli.output import count, size
 from llama_ckpt_cli.session import LIMITS, Session, command, confirm
 
 if TYPE_CHECKING:
+    from llama_ckpt.gc_values import Verdict
     from llama_ckpt.purging import Purge
     from llama_ckpt.registry import Registry
-    from llama_ckpt.values import Verdict
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would happen; change nothing.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from llama_ckpt import retention
 from llama_ckpt.db import collecting, coordination, queries
 from llama_ckpt.errors import DatabaseUnavailable, StoreUnavailable, UnsafePath
+from llama_ckpt.gc_values import Candidate, Disk, SeenRow
 from llama_ckpt.parts import Parts
-from llama_ckpt.values import Candidate, Disk, NewCheckpoint, SeenRow, StaleReason
+from llama_ckpt.values import NewCheckpoint, StaleReason
 
 log = logging.getLogger("llama_ckpt")
 
@@ -48,12 +49,13 @@ def admit(parts: Parts, new: NewCheckpoint) -> Admission:
     size = new.file_size + collecting.BLOCK_BYTES
     if policy.max_bytes is not None and size > policy.max_bytes:
         return Admission(refused=f"{new.file_size} bytes are more than all of max_bytes ({policy.max_bytes})")
-    claim = secrets.token_bytes(32)
+    claim, passed_over = secrets.token_bytes(32), set[int]()
     for _ in range(_MAX_ROUNDS):
         lacking = _claim(parts, claim, size)
         if lacking <= 0:
             return Admission(claim=claim)
-        if not (freed := _make_room(parts, new, lacking)):
+        freed = _make_room(parts, new, lacking, passed_over)
+        if freed is None:
             limits = ", ".join(_limits(parts))
             return Admission(
                 refused=f"it needs {lacking} bytes more than {limits} leaves, and what is there is worth more"
@@ -80,10 +82,10 @@ def _limits(parts: Parts) -> list[str]:
 
 def _claim(parts: Parts, claim: bytes, size: int) -> int:
     """Reserves the bytes if they fit, and gives 0 then; else how many are lacking."""
-    free, total = parts.store.space()
     with parts.database.write() as db:
         collecting.queue_for_budget(db)
         reserved = coordination.claimed_bytes(db)
+        free, total = parts.store.space()  # after the claims: who gave one back meanwhile has written
         lacking = parts.policy.floor_bytes(Disk(free=free, total=total)) - (free - reserved - size)
         if parts.policy.max_bytes is not None:
             lacking = max(lacking, collecting.used_bytes(db) + size - parts.policy.max_bytes)
@@ -92,15 +94,17 @@ def _claim(parts: Parts, claim: bytes, size: int) -> int:
     return lacking
 
 
-def _make_room(parts: Parts, new: NewCheckpoint, lacking: int) -> int:
-    """Frees at least `lacking` bytes, or as many as may go; gives the number of files that went."""
+def _make_room(parts: Parts, new: NewCheckpoint, lacking: int, passed_over: set[int]) -> int | None:
+    """Takes one step towards `lacking` free bytes, and gives the number of files that went or were marked; None: no more may
+    go. Rows that turned out not to go, since they were used meanwhile or their file cannot be unlinked, are `passed_over`.
+    """
     with parts.database.read() as db:
-        stale = collecting.stale_with_file(db, _LOOKED_AT)
+        stale = [entry for entry in collecting.stale_with_file(db, _LOOKED_AT) if entry[0].ckpt_no not in passed_over]
     if stale:
-        return _free(parts, _enough(stale, lacking))
+        return _free(parts, _enough(stale, lacking), passed_over)
     with parts.database.read() as db:
         now_us = queries.clock_us(db)
-        others = collecting.least_recently_used(db, _LOOKED_AT)
+        others = [c for c in collecting.least_recently_used(db, _LOOKED_AT) if c.ckpt_no not in passed_over]
     going = retention.places_before(_as_candidate(new, now_us), others, parts.policy, now_us)
     total = 0
     victims: list[SeenRow] = []
@@ -110,9 +114,10 @@ def _make_room(parts: Parts, new: NewCheckpoint, lacking: int) -> int:
         if total >= lacking:
             break
     if total < lacking:  # nothing goes for a newcomer that has no place even then
-        return 0
+        return None
     with parts.database.write() as db:
         marked = collecting.mark_untouched(db, victims, StaleReason.EVICTED)
+    passed_over.update(row.ckpt_no for row in victims if row.ckpt_no not in marked)
     parts.metrics.count("evicted", len(marked))
     return len(marked)  # the next round frees them
 
@@ -127,7 +132,7 @@ def _enough(rows: Sequence[tuple[SeenRow, str, int]], lacking: int) -> list[tupl
     return taken
 
 
-def _free(parts: Parts, stale: Sequence[tuple[SeenRow, str, int]]) -> int:
+def _free(parts: Parts, stale: Sequence[tuple[SeenRow, str, int]], passed_over: set[int]) -> int:
     """Unlinks the files of STALE rows; the rows stay for gc. The rows say first that they have no file, so that nobody makes
     them ACTIVE again meanwhile; a claim counts the bytes until they are freed.
     """
@@ -136,7 +141,8 @@ def _free(parts: Parts, stale: Sequence[tuple[SeenRow, str, int]]) -> int:
     with parts.database.write() as db:
         free = collecting.forget_files(db, [row for row, _, _ in stale])
         going = [entry for entry in stale if entry[0].ckpt_no in free]
-        coordination.take_claim(db, claim, holder, sum(size for _, _, size in going), _CLAIM_S)
+        n_bytes = sum(size + collecting.BLOCK_BYTES for _, _, size in going)
+        coordination.take_claim(db, claim, holder, n_bytes, _CLAIM_S)
     parts.hook("room promised")
     stuck = []
     for row, path, size in going:
@@ -145,6 +151,8 @@ def _free(parts: Parts, stale: Sequence[tuple[SeenRow, str, int]]) -> int:
         except (StoreUnavailable, UnsafePath) as error:
             log.warning("no room comes from %s: %s", path, error)
             stuck.append((row, size))
+    passed_over.update(row.ckpt_no for row, _, _ in stale if row.ckpt_no not in free)
+    passed_over.update(row.ckpt_no for row, _ in stuck)
     parts.hook("room made")
     with parts.database.write() as db:
         for row, size in stuck:
@@ -168,5 +176,5 @@ def _as_candidate(new: NewCheckpoint, now_us: int) -> Candidate:
         expires_us=None,
         lease_until_us=None,
         pinned=0,
-        parent_no=None,
+        parent_no=new.parent_no,
     )

@@ -19,22 +19,11 @@ from llama_ckpt import explaining, retention
 from llama_ckpt.db import collecting, coordination, queries
 from llama_ckpt.errors import Busy, StoreUnavailable, UnsafePath
 from llama_ckpt.files import QUARANTINE
+from llama_ckpt.gc_values import Disk, GcItem, GcKind, GcPlan, GcReport, GcRun, RuleOpinion, Sweep, Verdict
 from llama_ckpt.parts import Parts
 from llama_ckpt.planning import Planner
 from llama_ckpt.retention import Policy
-from llama_ckpt.values import (
-    Checkpoint,
-    Disk,
-    GcItem,
-    GcKind,
-    GcPlan,
-    GcReport,
-    GcRun,
-    RuleOpinion,
-    StaleReason,
-    Sweep,
-    Verdict,
-)
+from llama_ckpt.values import Checkpoint, StaleReason
 
 log = logging.getLogger("llama_ckpt")
 
@@ -114,7 +103,8 @@ class Collector:
                     marked += self._mark(run_no, batch, len(marked))
             finally:
                 self._end(run_no, n_items=len(marked), n_failed=0, freed_bytes=0)
-        return marked
+        numbers = {verdict.row.ckpt_no for verdict in marked}
+        return [verdict for verdict in verdicts if verdict.row.ckpt_no in numbers]
 
     def _mark(self, run_no: int, batch: Sequence[Verdict], first: int) -> list[Verdict]:
         """One transaction: the rows of a batch that nothing happened to, and their record."""

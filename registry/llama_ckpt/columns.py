@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from llama_ckpt.values import Candidate, SeenRow
+from llama_ckpt.gc_values import Candidate, SeenRow
 
 _NONE = -1
 _SECONDS_PER_TOKEN = 1e-3  # where nothing of a model was measured: all its rows alike

@@ -9,8 +9,9 @@ import numpy as np
 from llama_ckpt import retention
 from llama_ckpt.columns import Columns
 from llama_ckpt.errors import NotFound
+from llama_ckpt.gc_values import Candidate, Disk, RuleOpinion, RuleWord
 from llama_ckpt.retention import Order, Policy, Ruling
-from llama_ckpt.values import Candidate, Checkpoint, Disk, RuleOpinion, RuleWord
+from llama_ckpt.values import Checkpoint
 
 _S = 1_000_000
 

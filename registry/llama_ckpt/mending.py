@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llama_ckpt import formats
-from llama_ckpt.db import queries
-from llama_ckpt.errors import Conflict, CorruptFile, FileMissing, UnsafePath
+from llama_ckpt.db import collecting, queries
+from llama_ckpt.errors import Conflict, CorruptFile, FileMissing, StoreUnavailable, UnsafePath
 from llama_ckpt.fingerprint import tokens_hash
+from llama_ckpt.gc_values import Finding, FindingKind
 from llama_ckpt.parts import Parts
-from llama_ckpt.values import (
-    Checkpoint,
-    Finding,
-    FindingKind,
-    MemoryKind,
-    NewCheckpoint,
-    RegisteredModel,
-    StaleReason,
-    Status,
-)
+from llama_ckpt.saving import clean_name
+from llama_ckpt.values import Checkpoint, MemoryKind, NewCheckpoint, RegisteredModel, StaleReason, Status
 from llama_ckpt.verify import Verifier, all_ok
 
 _UNDOABLE = {StaleReason.EVICTED, StaleReason.EXPIRED, StaleReason.REMOVED, StaleReason.SUPERSEDED}
@@ -47,8 +40,10 @@ class Mender:
         its expiry. Interrupted, those that are back are back.
 
         Raises:
-            DatabaseUnavailable, StoreUnavailable: they cannot be read; nothing is known of the rest.
+            DatabaseUnavailable, StoreUnavailable: they cannot be read, or the store is not there (not mounted); nothing is
+                known of the rest.
         """
+        self._parts.require_store()
         # A parent before its deltas: their numbers are above its own.
         return [(row, self._unprune(row)) for row in sorted(rows, key=lambda row: row.ckpt_no)]
 
@@ -57,14 +52,18 @@ class Mender:
             return "it is ACTIVE"
         if row.stale_reason not in _UNDOABLE:
             return f"it is {row.stale_reason}: that is no matter of policy"
-        if row.file_size == 0 or self._parts.store.size(row.file_path) is None:
-            return "its file is freed already"
+        try:
+            if row.file_size == 0 or self._parts.store.size(row.file_path) is None:
+                return "its file is freed already"
+        except UnsafePath as error:
+            return str(error)
         checks = self._verifier.checkpoint(row)
         if not all_ok(checks):
             return "; ".join(str(check) for check in checks if check.ok is False)
         self._parts.hook("checked")
         try:
             with self._parts.database.write() as db:
+                queries.expire_due(db, row.fingerprint, row.input_hash)
                 back = queries.reactivate(db, row)
         except Conflict:
             return "another checkpoint of the same input is ACTIVE"
@@ -75,8 +74,13 @@ class Mender:
         """Marks the rows of missing and damaged files STALE and registers sound orphans again; says what became of each.
 
         Raises:
-            DatabaseUnavailable, StoreUnavailable: they cannot be used; what was mended stays so.
+            DatabaseUnavailable, StoreUnavailable: they cannot be used, or the store is not there (not mounted); what was mended
+                stays so.
         """
+        # An unmarked store is a new one while there are no rows: one whose database was lost, say.
+        if self._parts.store.owner() is None and self._parts.database.query(queries.count_rows) == 0:
+            self._parts.store.claim(self._parts.registry_id)
+        self._parts.require_store()
         return [(finding, self._repair(finding)) for finding in findings]
 
     def _repair(self, finding: Finding) -> str:
@@ -85,8 +89,6 @@ class Mender:
             reasons = {FindingKind.MISSING: StaleReason.MISSING, FindingKind.CORRUPT: StaleReason.CORRUPT}
             if row is None or row.status is Status.STALE:
                 return "its row went meanwhile"
-            if finding.kind is FindingKind.MISSING:
-                self._parts.require_store()
             self._parts.make_stale(row, reasons[finding.kind], finding.detail)
             return "marked STALE"
         if finding.kind is FindingKind.ORPHAN:
@@ -100,13 +102,19 @@ class Mender:
                 new, model = _row_of(file, path)
         except (CorruptFile, FileMissing, UnsafePath) as error:
             return f"left for gc: {error}"
-        self._parts.store.touch(path)  # gc takes it for fresh until the row is there
+        self._parts.hook("checked")
         try:
+            self._parts.store.touch(path)  # gc takes it for fresh until the row is there
             with self._parts.database.write() as db:
+                queries.expire_due(db, new.fingerprint, new.input_hash)
                 queries.put_model(db, model)
                 queries.insert_checkpoint(db, new)
+                collecting.forget_ghosts(db, [path])
+                self._parts.store.modified_ns(path)  # gc may have taken it before the touch
         except Conflict:
             return "left for gc: another checkpoint of the same input is ACTIVE"
+        except StoreUnavailable as error:
+            return f"not registered: {error}"
         return "registered again"
 
 
@@ -119,7 +127,10 @@ def _row_of(file: formats.CheckpointFile, path: str) -> tuple[NewCheckpoint, Reg
     header, metadata = file.contents.header, file.contents.metadata
     if header.start_token:
         raise CorruptFile(path=path, check="Structure", reason="a delta is not registered again without its parent")
-    model_name = str(metadata.get("model_name") or "unnamed")[:200]
+    model_name = clean_name(str(metadata.get("model_name") or "unnamed"))
+    kind = str(metadata.get("memory_kind", "full"))
+    if kind not in list(MemoryKind):
+        raise CorruptFile(path=path, check="Structure", reason=f"it is of no kind of memory known here: {kind[:40]}")
     new = NewCheckpoint(
         id=path.rpartition("/")[2].partition(".")[0],
         model_name=model_name,
@@ -127,7 +138,7 @@ def _row_of(file: formats.CheckpointFile, path: str) -> tuple[NewCheckpoint, Reg
         input_hash=header.input_hash,
         tokens_hash=tokens_hash(file.contents.token_ids),
         n_tokens=header.seq_len,
-        memory_kind=MemoryKind(str(metadata.get("memory_kind", "full"))),
+        memory_kind=MemoryKind(kind),
         file_path=path,
         file_size=header.payload_offset + header.payload_size,
         payload_crc32=header.payload_crc32,

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import secrets
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llama_ckpt.collector import Collector
-from llama_ckpt.db import collecting
-from llama_ckpt.errors import CorruptFile, StoreUnavailable, UnsafePath
+from llama_ckpt.db import collecting, coordination
+from llama_ckpt.errors import BadInput, CorruptFile, StoreUnavailable, UnsafePath
 from llama_ckpt.formats import container
+from llama_ckpt.gc_values import SeenRow
 from llama_ckpt.parts import Parts
-from llama_ckpt.values import SeenRow
+
+_CLAIM_S = 600.0
+_HOLDER = f"purge on {socket.gethostname()[:60]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purge:
-    """What is to go: the checkpoints of one input, one label or one model's name, or `everything`. One of them is given."""
+    """What is to go: the checkpoints of one input, one label or one model's name, or `everything`. One of them is given.
+
+    Raises:
+        BadInput: none or several are given.
+    """
 
     input_hash: bytes | None = None
     label: str | None = None
     model_name: str | None = None
     everything: bool = False
+
+    def __post_init__(self) -> None:
+        given = [self.input_hash, self.label, self.model_name, self.everything or None]
+        if sum(value is not None for value in given) != 1:
+            reason = "give one of input_hash, label, model_name, everything"
+            raise BadInput(what="purge", value=self, reason=reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,32 +65,62 @@ class Purger:
             return collecting.purgeable(db, purge.input_hash, purge.label, purge.model_name)
 
     def run(self, purge: Purge) -> PurgeReport:
-        """Deletes rows and files, then looks again. Interrupted, what is deleted stays so; run it again. A reader that has
-        a file open keeps reading it; the bytes are freed when it closes.
+        """Deletes files and rows, then looks again. The rows go STALE first and are deleted last: interrupted, or where a file
+        cannot be deleted, they still say what is to go, and the next run finishes it, as gc does. A reader that has a file
+        open keeps reading it; the bytes are freed when it closes.
 
         Raises:
             Busy: prune or gc is under way.
-            StoreUnavailable: a file could not be deleted, or the second look found something.
+            StoreUnavailable: a file could not be deleted (the others are), or the second look found something.
             DatabaseUnavailable: the database failed.
         """
         self._parts.require_store()
         with Collector(self._parts).only_run():
-            rows = self.plan(purge)
+            claim = secrets.token_bytes(32)
+            rows = self._condemn(purge, claim)
+            self._parts.hook("rows condemned")
+            freed = self._unlink([path for _, path in rows])
+            self._parts.hook("files deleted")
             with self._database.write() as db:
                 collecting.delete_rows(db, [row.ckpt_no for row, _ in rows])
+                coordination.drop_claim(db, claim, _HOLDER)
             self._parts.hook("rows deleted")
-            freed = [self._remove(path) for _, path in rows]
-            ghosts = [self._store.remove(path) or 0 for path in self._ghosts(purge)]
+            paths = list(self._ghosts(purge))
+            ghosts = self._unlink(paths)
+            with self._database.write() as db:
+                collecting.forget_ghosts(db, paths)
         self._prove(purge, [path for _, path in rows])
         return PurgeReport(
             n_rows=len(rows), n_files=sum(map(bool, freed)), n_ghosts=len(ghosts), freed_bytes=sum(freed) + sum(ghosts)
         )
 
-    def _remove(self, path: str) -> int:
-        try:
-            return self._store.remove(path) or 0
-        except UnsafePath:  # no file of ours can be there, and what is there is not ours
-            return 0
+    def _condemn(self, purge: Purge, claim: bytes) -> list[tuple[SeenRow, str]]:
+        """The rows, of which nobody makes use from here on. A claim counts their bytes until they are freed."""
+        seen: set[int] = set()
+        n_bytes = 0
+        with self._database.write() as db:
+            rows = collecting.purgeable(db, purge.input_hash, purge.label, purge.model_name)
+            while more := {row.ckpt_no for row, _ in rows} - seen:  # a delta may be added until its parent is STALE
+                n_bytes += collecting.condemn(db, sorted(more))
+                seen |= more
+                rows = collecting.purgeable(db, purge.input_hash, purge.label, purge.model_name)
+            coordination.take_claim(db, claim, _HOLDER, n_bytes, _CLAIM_S)
+        return rows
+
+    def _unlink(self, paths: Sequence[str]) -> list[int]:
+        """Deletes files and gives their bytes. One that cannot be deleted stops none of the others, and is told then."""
+        freed, stuck = [], []
+        for path in paths:
+            try:
+                freed.append(self._store.remove(path) or 0)
+            except UnsafePath:
+                freed.append(0)  # no file of ours can be there, and what is there is not ours
+            except StoreUnavailable as error:
+                stuck.append(str(error))
+        if stuck:
+            reason = f"{len(stuck)} file(s) could not be deleted, such as: {stuck[0]}. Purge again"
+            raise StoreUnavailable(path=self._store.root, reason=reason)
+        return freed
 
     def _is_there(self, path: str) -> bool:
         try:
@@ -99,7 +144,7 @@ class Purger:
                 header, _ = container.read_header(
                     memoryview(self._store.head(entry.path)), entry.path, entry.size_bytes
                 )
-            except (CorruptFile, StoreUnavailable):
+            except (CorruptFile, StoreUnavailable, UnsafePath):
                 continue  # it tells nothing of itself: gc's
             if header.input_hash == purge.input_hash or header.fingerprint in digests:
                 yield entry.path

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from llama_ckpt.columns import Columns
 from llama_ckpt.errors import BadInput
-from llama_ckpt.values import Candidate, Disk, StaleReason, Verdict
+from llama_ckpt.gc_values import Candidate, Disk, Verdict
+from llama_ckpt.values import StaleReason
 
 _S = 1_000_000
 _NEVER = 0  # a rule's number below: the row stays

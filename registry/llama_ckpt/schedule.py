@@ -26,10 +26,10 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from llama_ckpt.collector import Collector
 from llama_ckpt.db import schedules as rows
 from llama_ckpt.errors import Busy, Conflict, DatabaseUnavailable, LlamaCkptError
+from llama_ckpt.gc_values import Sweep
 from llama_ckpt.parts import Parts
 from llama_ckpt.retention import Policy
 from llama_ckpt.triggers import Trigger
-from llama_ckpt.values import Sweep
 
 log = logging.getLogger("llama_ckpt")
 

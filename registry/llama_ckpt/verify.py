@@ -1,7 +1,8 @@
-"""`Verifier`: are the files whole, and do rows and files agree? Reads only; a damaged file is a finding, not an error."""
+"""`Verifier`: are the files whole, and do rows and files agree? A damaged file is a finding, no error."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,14 +12,15 @@ from llama_ckpt.db.connect import Database
 from llama_ckpt.disk import map_file
 from llama_ckpt.errors import CorruptFile, FileMissing, UnsafePath
 from llama_ckpt.files import Store
-from llama_ckpt.values import Check, Checkpoint, Finding, FindingKind, Status
+from llama_ckpt.gc_values import Finding, FindingKind
+from llama_ckpt.values import Check, Checkpoint, Status
 
 _ORDER = ("Header", "CRC32", "Structure", "Dimensions", "Row")
 _BATCH = 500
 
 
 class Verifier:
-    """Checks one checkpoint, or everything. Changes nothing, neither rows nor files."""
+    """Checks one checkpoint, or everything. Of a row it changes at most when it was checked, of a file nothing."""
 
     def __init__(self, database: Database, store: Store) -> None:
         self._database = database
@@ -40,16 +42,31 @@ class Verifier:
                 return [Check(name="File", ok=None, detail="the checkpoint was collected or went STALE meanwhile")]
             return [Check(name="File", ok=False, detail=str(error))]
 
-    def everything(self) -> Iterator[tuple[Checkpoint, list[Check]]]:
-        """Every ACTIVE checkpoint with its checks, in the order in which they were saved.
+    def everything(
+        self, *, older_than_s: float = 0.0, max_duration_s: float | None = None
+    ) -> Iterator[tuple[Checkpoint, list[Check]]]:
+        """Every ACTIVE checkpoint with its checks, the least recently checked first; with `older_than_s` only those that were
+        not checked for so long. What passes is noted in its row, so that runs that end after `max_duration_s` spread a full
+        check over days.
 
         Raises:
             StoreUnavailable, DatabaseUnavailable: as `checkpoint`.
         """
+        started = time.monotonic()
         with self._database.read() as db:
-            rows = list(queries.scan(db, Status.ACTIVE))
-        for row in rows:
-            yield row, self.checkpoint(row)
+            ids = queries.least_recently_verified(db, older_than_s)
+        for checkpoint_id in ids:
+            if max_duration_s is not None and time.monotonic() - started >= max_duration_s:
+                return
+            with self._database.read() as db:
+                row = queries.get(db, checkpoint_id)
+            if row is None or row.status is Status.STALE:
+                continue
+            checks = self.checkpoint(row)
+            if all(check.ok for check in checks if check.name != "Dimensions"):
+                with self._database.write() as db:
+                    queries.record_verified(db, row)
+            yield row, checks
 
     def findings(self) -> list[Finding]:
         """Every disagreement between rows and files: ACTIVE rows whose file is missing or damaged, files without a row,
@@ -58,7 +75,7 @@ class Verifier:
         Raises:
             StoreUnavailable, DatabaseUnavailable: as `checkpoint`, or the store cannot be walked.
         """
-        found = [finding for row, checks in self.everything() for finding in _of_row(row, checks)]
+        found = [finding for row, checks in self.everything() for finding in findings_of(row, checks)]
         return found + list(self.ghosts())
 
     def ghosts(self) -> Iterator[Finding]:
@@ -144,7 +161,8 @@ def _failed(passed: list[str], error: CorruptFile) -> list[Check]:
     ]
 
 
-def _of_row(row: Checkpoint, checks: list[Check]) -> Iterator[Finding]:
+def findings_of(row: Checkpoint, checks: list[Check]) -> Iterator[Finding]:
+    """What failed of a checkpoint's checks, as findings."""
     for check in checks:
         if check.ok is False:
             kind = FindingKind.MISSING if check.name == "File" else FindingKind.CORRUPT

@@ -245,7 +245,10 @@ def leaves(group=None, path=()) -> dict[tuple[str, ...], object]:
     """Every command that does something, by its words: ("ls",), ("db", "upgrade")."""
     found = {}
     for name, one in (group or typer.main.get_command(app)).commands.items():
-        found |= leaves(one, (*path, name)) if hasattr(one, "commands") else {(*path, name): one}
+        if hasattr(one, "commands"):
+            found |= leaves(one, (*path, name))
+        if not hasattr(one, "commands") or one.invoke_without_command:
+            found[*path, name] = one
     return found
 
 
@@ -279,6 +282,12 @@ def complete(populated):
         ("inspect",): [str(populated.path("one"))],
         ("verify",): [populated.ids["one"]],
         ("prune",): ["--max-age", "0s", "--yes"],
+        ("unprune",): ["--since", "1h"],
+        ("explain",): [populated.ids["one"]],
+        ("purge",): ["--label", "no such label", "--yes"],
+        ("schedule", "run"): ["--once"],
+        ("schedule", "install"): ["--systemd"],
+        ("schedule", "uninstall"): ["--systemd"],
         ("gc",): ["--yes"],
         ("db", "downgrade"): ["0001", "--yes"],
         ("db", "sql"): ["--dialect", "postgresql"],

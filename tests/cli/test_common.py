@@ -65,12 +65,19 @@ def test_quiet_prints_bare_values_and_says_nothing_on_stderr(run, populated, com
         ("rm",): [ids["one"]],
         ("inspect",): ["whole: every check passed"],
         ("verify",): [],
-        ("prune",): [ids[name] for name in ("other", "one", "two", "crlf")],
+        ("prune",): [ids[name] for name in ("other", "one", "two")],  # the newest stays
+        ("unprune",): [],
+        ("explain",): ["keeps"],
+        ("purge",): [],
+        ("gc", "runs"): [],
+        ("schedule", "run"): [],
+        ("schedule", "uninstall"): [],
+        ("schedule", "status"): [],
         ("gc",): ["0"],
         ("stats",): ["4"],
-        ("db", "upgrade"): ["0002"],
+        ("db", "upgrade"): ["0003"],
         ("db", "downgrade"): ["0001"],
-        ("db", "current"): ["0002"],
+        ("db", "current"): ["0003"],
         ("db", "check"): [],
     }
     words = complete(leaf)
@@ -79,7 +86,7 @@ def test_quiet_prints_bare_values_and_says_nothing_on_stderr(run, populated, com
     if leaf in expected:
         assert short.lines == expected[leaf]
     else:
-        assert leaf in {("config",), ("db", "sql"), ("doctor",)}  # test_stats_config_db.py
+        assert leaf in {("config",), ("db", "sql"), ("doctor",), ("schedule", "install")}  # test_stats_config_db.py
         assert short.out == long.out != ""
 
 

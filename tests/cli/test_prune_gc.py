@@ -62,7 +62,7 @@ def test_pinned_checkpoints_and_those_that_a_reader_has_survive_prune(run, popul
     run("pin", populated.ids["one"])
     populated.set_row("two", lease_until_us=int((time.time() + 60) * 1_000_000))
     marked = run("prune", "--max-age", "0s", "--yes", "-q").succeeded().lines
-    assert set(marked) == {populated.ids["crlf"], populated.ids["other"]}
+    assert set(marked) == {populated.ids["other"]}, "crlf is the newest"
 
 
 def test_a_dry_prune_tells_the_rule_and_changes_nothing(run, populated):
@@ -74,7 +74,7 @@ def test_a_dry_prune_tells_the_rule_and_changes_nothing(run, populated):
     assert shown.lines[-1].startswith("1 checkpoint would be marked STALE")
     assert run("prune", "--max-age", "30d", "--dry-run", "-q").lines == [populated.ids["one"]]
     (verdict,) = run("prune", "--max-age", "30d", "--dry-run", "--json").json()
-    assert (verdict["checkpoint"]["id"], verdict["stale_reason"]) == (populated.ids["one"], "evicted")
+    assert (verdict["row"]["id"], verdict["stale_reason"]) == (populated.ids["one"], "evicted")
     assert populated.snapshot() == before
 
 
@@ -125,11 +125,15 @@ def test_a_checkpoint_that_was_pinned_after_it_went_stale_survives_gc(run, popul
 def test_files_without_a_row_go_when_they_are_older_than_the_grace(run, populated):
     old = [ghost(populated, "ab" * 16, age_s=2 * 3600), ghost(populated, "ac" * 16, ".tmp", age_s=2 * 3600)]
     young = [ghost(populated, "ad" * 16, age_s=1800), ghost(populated, "ae" * 16, ".tmp", age_s=1800)]
+    told = run("gc", "--yes")
+    assert told.code == 0
+    assert "2 ghosts left for a later run" in told.err
+    assert [path.exists() for path in old + young] == [True] * 4, "no run had seen them before"
     plan = run("gc", "--dry-run", "--json").succeeded().json()
     assert sorted(item["kind"] for item in plan["items"]) == ["orphan", "temporary"]
     run("gc", "--yes").succeeded()
     assert [path.exists() for path in old + young] == [False, False, True, True]
-    run("gc", "--yes", "--ghost-grace", "10m").succeeded()
+    run("gc", "--yes", "--ghost-grace", "10m", "--now").succeeded()
     assert [path.exists() for path in young] == [False, False]
     run("verify", "--all").succeeded()
 
@@ -156,13 +160,13 @@ def test_foreign_things_in_the_store_are_named_and_left_alone(run, populated):
 def test_a_dry_gc_shows_the_plan_and_changes_nothing(run, populated, removed):
     orphan = ghost(populated, "ab" * 16, age_s=2 * 3600)
     before = populated.snapshot()
-    shown = run("gc", "--dry-run").succeeded()
+    shown = run("gc", "--dry-run", "--now").succeeded()
     for path in (populated.path("one"), orphan):
         assert str(path.relative_to(populated.root)) in shown.out
     assert shown.lines[-1].startswith("2 items, ")
     assert "4 rows and 5 files seen" in shown.lines[-1]
-    assert len(run("gc", "--dry-run", "-q").succeeded().lines) == 2
-    assert len(run("gc", "--dry-run", "--json").succeeded().json()["items"]) == 2
+    assert len(run("gc", "--dry-run", "--now", "-q").succeeded().lines) == 2
+    assert len(run("gc", "--dry-run", "--now", "--json").succeeded().json()["items"]) == 2
     assert populated.snapshot() == before
 
 
@@ -198,7 +202,7 @@ def test_a_file_that_cannot_be_deleted_is_told_and_the_rest_goes(run, populated,
         return real(self, relative, **options)
 
     monkeypatch.setattr(Store, "remove", remove)
-    ran = run("gc", "--yes")
+    ran = run("gc", "--yes", "--now")
     assert any(populated.ids["one"] in line and "EACCES" in line for line in ran.lines)
     assert "1 could not be deleted" in ran.lines[-1]
     assert (populated.path("one").exists(), orphan.exists()) == (True, False)
@@ -250,7 +254,7 @@ def test_a_person_who_agrees_gets_the_json_alone_on_stdout(run, populated, remov
 def test_a_person_who_agrees_gets_the_bare_values_alone_on_stdout(run, populated, removed, answer, words):
     answer("y")
     lines = run(*words, "--quiet").lines
-    active = {populated.ids[name] for name in ("two", "crlf", "other")}
+    active = {populated.ids[name] for name in ("two", "other")}  # and crlf, the newest, stays
     assert set(lines) == ({str(populated.path("two").stat().st_size)} if words[0] == "gc" else active)
 
 
@@ -316,4 +320,125 @@ def test_after_prune_and_gc_everything_verifies(run, populated):
     run("prune", "--max-age", "0s", "--yes").succeeded()
     run("gc", "--stale-grace", "0s", "--yes").succeeded()
     assert run("verify", "--all").code != VerifyFailed.exit_code
+    assert [path.stem for path in populated.root.rglob("*.llam")] == [populated.ids["crlf"]], "the newest stays"
+
+
+# -- the rest of gc ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_some_kinds_are_taken_when_they_are_named(run, populated, removed):
+    orphan = ghost(populated, "ab" * 16, age_s=2 * 3600)
+    run("gc", "--yes", "--now", "--only", "orphan").succeeded()
+    assert (populated.path("one").exists(), orphan.exists()) == (True, False)
+    run("gc", "--yes", "--only", "nonsense").refused(BadInput, "nonsense", "stale, orphan, unreadable")
+
+
+def test_a_run_of_limited_size_says_what_it_left(run, populated, removed):
+    ghost(populated, "ab" * 16, age_s=2 * 3600)
+    ran = run("gc", "--yes", "--now", "--max-delete", "1").succeeded()
+    assert ran.lines[-1].endswith("1 item left for the next run")
+    assert run("gc", "--yes", "--now", "--max-duration", "0s").succeeded().lines[-1].endswith("left for the next run")
+
+
+def test_the_runs_are_listed_the_last_first(run, populated, removed):
+    run("gc", "--yes").succeeded()
+    run("prune", "--max-age", "0s", "--yes").succeeded()
+    shown = run("gc", "runs").succeeded()
+    assert [line.split()[:2] for line in shown.lines if line.strip()[:1].isdigit()] == [["2", "prune"], ["1", "gc"]]
+    assert [r["kind"] for r in run("gc", "runs", "-n", "1", "--json").json()] == ["prune"]
+
+
+# -- policy ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_stands_in_its_section_of_the_settings_file(run, populated, monkeypatch, tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text('[policy]\nmax_count = 1\norder = "oldest"\n')
+    monkeypatch.setenv("LLAMA_CKPT_CONFIG", str(file))
+    marked = run("prune", "--yes", "-q").succeeded().lines
+    assert set(marked) == {populated.ids[name] for name in ("other", "one", "two")}
+    assert "max_count" in run("config", "--json").out
+
+
+def test_over_a_limit_of_bytes_as_much_goes_as_is_too_much(run, populated):
+    size = populated.row("one").file_size
+    shown = run("prune", "--max-bytes", str(3 * size), "--order", "lru", "--dry-run").succeeded()
+    assert shown.lines[-1].startswith("1 checkpoint would be marked STALE")
+    assert "over max_bytes" in shown.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--max-bytes", "much"],
+        ["--max-count", "-1"],
+        ["--order", "newest"],
+        ["--min-free", "150%"],
+        ["--low-water", "0.5"],
+        ["--half-life", "soon"],
+    ],
+    ids=" ".join,
+)
+def test_a_value_of_the_policy_that_is_none_is_told_with_its_option(run, populated, words):
+    run("prune", "--yes", *words).refused(BadInput, words[0].strip("-").split("-")[0], words[1])
+
+
+def test_explain_says_which_rule_keeps_or_condemns(run, populated):
+    populated.made_older("one", "created_us", 40 * DAY)
+    shown = run("explain", populated.ids["one"], "--max-age", "30d").succeeded()
+    assert "max_age" in shown.out
+    assert run("explain", populated.ids["one"], "--max-age", "30d", "-q").lines == ["condemns"]
+    run("pin", populated.ids["one"])
+    assert run("explain", populated.ids["one"], "--max-age", "30d", "-q").lines == ["keeps"]
+    assert "pinned" in run("explain", populated.ids["one"], "--max-age", "30d").out
+
+
+def test_explain_of_a_stale_checkpoint_says_where_to_look(run, populated, removed):
+    ran = run("explain", populated.ids["one"])
+    assert ran.code == 3
+    assert "show" in ran.err
+
+
+# -- unprune and purge -------------------------------------------------------------------------------------------------------
+
+
+def test_what_prune_marked_by_mistake_comes_back(run, populated):
+    run("prune", "--max-age", "0s", "--yes").succeeded()
+    assert run("unprune", "--since", "1h").succeeded().lines[-1] == "3 of 3 checkpoints ACTIVE again"
+    assert status(populated, "one") == "ACTIVE"
+    assert run("unprune", "--since", "2020-01-01").succeeded().lines[-1] == "0 of 0 checkpoints ACTIVE again"
+
+
+def test_what_cannot_come_back_is_told_with_the_reason(run, populated):
+    run("rm", populated.ids["one"]).succeeded()
+    populated.path("one").unlink()
+    ran = run("unprune", populated.ids["one"])
+    assert ran.code == VerifyFailed.exit_code
+    assert "its file is freed already" in ran.out
+    run("unprune").refused(BadInput, "name ids, or --since")
+    run("unprune", "--since", "yesterday").refused(BadInput, "yesterday")
+
+
+def test_a_purge_deletes_at_once_and_proves_it(run, populated):
+    run("pin", populated.ids["one"]).succeeded()
+    input_hash = populated.row("one").input_hash.hex()
+    planned = run("purge", "--input-hash", input_hash, "--dry-run", "-q").succeeded().lines
+    assert set(planned) == {populated.ids["one"], populated.ids["other"]}, "of every model"
+    assert populated.path("one").exists()
+    shown = run("purge", "--input-hash", input_hash, "--yes").succeeded()
+    assert "a second look found none of them" in shown.lines[-1]
+    assert (populated.path("one").exists(), status(populated, "one")) == (False, None)
+
+
+def test_a_purge_of_everything_leaves_nothing(run, populated):
+    run("purge", "--all", "--yes").succeeded()
     assert list(populated.root.rglob("*.llam")) == []
+    assert run("ls", "-q").lines == []
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--all", "--label", "x"], ["--input-hash", "zz"], ["--input-hash", "abcd"]], ids=" ".join
+)
+def test_a_purge_that_is_not_said_exactly_is_refused(run, populated, words):
+    run("purge", "--yes", *words).refused(BadInput)
+    assert status(populated, "one") == "ACTIVE"

@@ -23,8 +23,8 @@ from llama_ckpt.db import schedules as rows
 from llama_ckpt.db.connect import Database
 from llama_ckpt.errors import BadInput, EvidenceRefused, LlamaCkptError, StoreUnavailable, Unsupported
 from llama_ckpt.files import MARKER
+from llama_ckpt.gc_values import Sweep
 from llama_ckpt.registry import Registry
-from llama_ckpt.values import Sweep
 
 KINDS = ["systemd", "cron", "launchd", "windows"]
 PATIENCE_S = 60

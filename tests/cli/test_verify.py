@@ -6,6 +6,7 @@ import pytest
 
 from llama_ckpt.errors import BadInput, NotFound, UnsafePath, VerifyFailed
 from llama_ckpt.files import path_of
+from llama_ckpt.registry import Registry
 
 GOOD = ["Header OK", "CRC32 OK", "Structure OK", "Dimensions match model", "Row OK"]
 
@@ -132,11 +133,51 @@ def test_quiet_prints_what_failed_and_nothing_when_nothing_did(run, populated):
     assert run("verify", populated.ids["one"], "-q").out == f"{populated.ids['one']}\n"
 
 
-def test_verify_changes_nothing_not_even_the_row_of_a_damaged_file(run, populated):
+def test_verify_of_all_notes_what_passed_and_marks_nothing(run, populated):
+    damage(populated.path("one"))
+    assert run("verify", "--all").code == VerifyFailed.exit_code
+    rows = {name: populated.row(name) for name in ("one", "two")}
+    assert {name: (row.status, row.verified_us is not None) for name, row in rows.items()} == {
+        "one": ("ACTIVE", False),
+        "two": ("ACTIVE", True),
+    }
+
+
+def test_a_full_check_is_spread_over_runs_the_least_recently_checked_first(run, populated):
+    assert (
+        run("verify", "--all", "--max-duration", "0s")
+        .succeeded()
+        .lines[-1]
+        .startswith("0 of 0 checkpoints verified; 4 ")
+    )
+    run("verify", "--all").succeeded()
+    assert run("verify", "--all", "--max-age", "1d", "-q").succeeded().lines == []
+    populated.set_row("two", verified_us=1)
+    shown = run("verify", "--all", "--max-age", "1d", "--json").succeeded().json()
+    assert list(shown["checkpoints"]) == [populated.ids["two"]]
+    run("verify", populated.ids["one"], "--repair").refused(BadInput, "--all")
+
+
+def test_repair_marks_the_bad_and_registers_sound_orphans_again(run, populated):
+    damage(populated.path("one"))
+    row_of_two = populated.row("two")
+    run("purge", "--label", "none", "--yes").succeeded()
+    with Registry.open(store=populated.root) as registry, registry.database.write() as db:
+        db.exec_driver_sql("DELETE FROM llama_checkpoint_meta WHERE id = ?", (populated.ids["two"],))
+    ran = run("verify", "--all", "--repair")
+    assert ran.code == VerifyFailed.exit_code
+    assert "registered again" in ran.err
+    assert populated.row("one").stale_reason == "corrupt"
+    back = populated.row("two")
+    assert (back.status, back.input_hash, back.file_size) == ("ACTIVE", row_of_two.input_hash, row_of_two.file_size)
+    run("verify", "--all").succeeded()
+
+
+def test_verify_of_one_changes_nothing_not_even_the_row_of_a_damaged_file(run, populated):
     damage(populated.path("one"))
     populated.path("two").unlink()
     before = populated.snapshot()
-    for what in (populated.ids["one"], populated.ids["two"], populated.path("one"), "--all"):
+    for what in (populated.ids["one"], populated.ids["two"], populated.path("one")):
         assert run("verify", what).code == VerifyFailed.exit_code
     assert populated.snapshot() == before
 

@@ -8,7 +8,8 @@ import pytest
 from support import child
 
 from llama_ckpt.collector import Collector
-from llama_ckpt.values import GcKind, Outcome, SaveOutcome, Status
+from llama_ckpt.gc_values import GcKind
+from llama_ckpt.values import Outcome, SaveOutcome, Status
 from llama_ckpt.verify import Verifier, all_ok
 
 

@@ -12,10 +12,11 @@ from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_lease
 from llama_ckpt.errors import Busy, DatabaseUnavailable, EvidenceRefused, StoreUnavailable
 from llama_ckpt.files import path_of
+from llama_ckpt.gc_values import GcKind, GcPlan
 from llama_ckpt.parts import Parts
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention import Policy
-from llama_ckpt.values import GcKind, GcPlan, Outcome, StaleReason, Status
+from llama_ckpt.values import Outcome, StaleReason, Status
 
 HOUR_US = 3_600_000_000
 

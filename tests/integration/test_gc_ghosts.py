@@ -13,7 +13,8 @@ from llama_ckpt import owners
 from llama_ckpt.collector import Collector
 from llama_ckpt.errors import StoreUnavailable
 from llama_ckpt.files import path_of
-from llama_ckpt.values import GcKind, Outcome
+from llama_ckpt.gc_values import GcKind
+from llama_ckpt.values import Outcome
 
 HOUR_S = 3600
 ORPHAN = path_of("0123456789abcdef" * 2)

@@ -20,11 +20,12 @@ from llama_ckpt.db import schedules as rows
 from llama_ckpt.db.tables import gc_schedule
 from llama_ckpt.errors import BadInput, DatabaseUnavailable, EvidenceRefused, StoreUnavailable
 from llama_ckpt.files import MARKER
+from llama_ckpt.gc_values import Sweep
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention import Policy
 from llama_ckpt.schedule import CollectorSchedule, Standing, holder_of, run_once, statuses
 from llama_ckpt.triggers import Trigger
-from llama_ckpt.values import Status, Sweep
+from llama_ckpt.values import Status
 
 PATIENCE_S = 20
 HOUR = 3600

@@ -19,7 +19,8 @@ from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import Conflict, DatabaseUnavailable
 from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import active_key
-from llama_ckpt.values import MemoryKind, NewCheckpoint, PrefixLink, SeenRow, StaleReason
+from llama_ckpt.gc_values import SeenRow
+from llama_ckpt.values import MemoryKind, NewCheckpoint, PrefixLink, StaleReason
 
 MODEL = bytes(range(32))
 SCRIPTS = ("llama_checkpoint_pkg.sql", "roles.sql", "job_pg_cron.sql")

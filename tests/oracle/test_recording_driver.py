@@ -30,19 +30,18 @@ from llama_ckpt.db.tables import checkpoint_prefix, gc_run, llama_model, registr
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import BadInput, Busy, Conflict, DatabaseUnavailable, StoreUnavailable
 from llama_ckpt.fingerprint import input_hash
+from llama_ckpt.gc_values import GcKind, SeenRow
 from llama_ckpt.mending import Mender
 from llama_ckpt.purging import Purge, Purger
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention import Policy
 from llama_ckpt.values import (
     Checkpoint,
-    GcKind,
     MemoryKind,
     NewCheckpoint,
     Outcome,
     PrefixLink,
     SaveOutcome,
-    SeenRow,
     StaleReason,
     Status,
 )

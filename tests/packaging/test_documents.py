@@ -27,8 +27,16 @@ def command_names():
 
     from llama_ckpt_cli.app import app
 
-    group = typer.main.get_command(app)
-    return [*(n for n in group.commands if n != "db"), *(f"db {n}" for n in group.commands["db"].commands)]
+    def names(group, before=""):
+        for name, one in group.commands.items():
+            if hasattr(one, "commands"):
+                if one.invoke_without_command:
+                    yield before + name
+                yield from names(one, f"{before}{name} ")
+            else:
+                yield before + name
+
+    return list(names(typer.main.get_command(app)))
 
 
 @pytest.mark.parametrize("name", command_names())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -21,15 +22,21 @@ def main() -> None:
         if step == die_at:
             os._exit(KILLED)
 
+    from support import samples
     from support.sample_engine import SampleEngine
 
     from llama_ckpt.collector import Collector
+    from llama_ckpt.mending import Mender
+    from llama_ckpt.purging import Purge, Purger
     from llama_ckpt.registry import Registry
     from llama_ckpt.retention import Policy
+    from llama_ckpt.values import Status
 
-    engine = SampleEngine()
+    n_tokens = order.get("n_tokens")  # a larger file than a recorded state gives
+    engine = SampleEngine() if n_tokens is None else SampleEngine(samples.F16_FLASH, n_tokens=n_tokens)
     engine.evaluate(engine.ids)
-    with Registry.open(order["database_url"], order["store"], hook=hook) as registry:
+    policy = Policy(max_bytes=order.get("max_bytes"))
+    with Registry.open(order["database_url"], order["store"], policy=policy, hook=hook) as registry:
         collector = Collector(registry.parts)
         if order.get(
             "gate"
@@ -37,17 +44,49 @@ def main() -> None:
             os.read(int(order["gate"]), 1)
         if order["verb"] == "save":
             results = [registry.save(engine, text) for text in order["texts"]]
-            answer = [[r.outcome.value, r.checkpoint.id] for r in results]
+            answer = [[r.outcome.value, r.checkpoint and r.checkpoint.id] for r in results]
         elif order["verb"] == "restore":
             answer = [registry.restore(engine, text).outcome.value for text in order["texts"]]
         elif order["verb"] == "prune":
-            answer = len(collector.prune(collector.plan_prune(Policy(max_age_s=0))))
+            answer = len(collector.prune(collector.plan_prune(Policy(max_age_s=-1))))
         elif order["verb"] == "gc":
-            report = collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0))
+            report = collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True))
             answer = [report.freed_bytes, report.n_failed]
+        elif order["verb"] == "unprune":
+            answer = [result for _, result in Mender(registry.parts).unprune(registry.list(status=Status.STALE))]
+        elif order["verb"] == "purge":
+            answer = Purger(registry.parts).run(Purge(label=order["label"])).n_rows
+        elif order["verb"] == "race":
+            answer = race(registry, engine, order["role"], order["texts"], order["rounds"])
         else:
             raise SystemExit(f"unknown verb {order['verb']}")
     sys.stdout.write(json.dumps(answer))
+
+
+def race(registry, engine, role: str, texts: list[str], rounds: int) -> dict[str, int]:
+    """Reads, saves, or marks and frees, over and over; counts what each round came to."""
+    from llama_ckpt.collector import Collector
+    from llama_ckpt.errors import Busy
+    from llama_ckpt.retention import Policy
+
+    collector, counts = Collector(registry.parts), {}
+    choice = random.Random(os.getpid())
+    for _ in range(rounds):
+        text = choice.choice(texts)
+        if role == "read":
+            came_to = registry.restore(engine, text).outcome.value
+        elif role == "save":
+            came_to = registry.save(engine, text).outcome.value
+        else:
+            try:
+                collector.prune(collector.plan_prune(Policy(max_count=len(texts) // 2)))
+                # Files whose rows are on their way are younger than the grace.
+                report = collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=60, at_once=True))
+                came_to = "failed" if report.n_failed else "collected"
+            except Busy:
+                came_to = "busy"
+        counts[came_to] = counts.get(came_to, 0) + 1
+    return counts
 
 
 def command(**order: object) -> list[str]:

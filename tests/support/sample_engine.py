@@ -1,6 +1,6 @@
 """An engine that holds real recorded states, for tests of everything around an engine. Tests of the engine use the real one.
 
-Every text has the sample's tokens: what tells inputs apart is their SHA-256.
+Every text has the sample's tokens, or `n_tokens` of them: what tells inputs apart is their SHA-256.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ class SampleEngine:
     memory_kind = MemoryKind.FULL
 
     def __init__(
-        self, sample: str = samples.F16, *, weights: str = "ab" * 32, model_name: str = "sample", n_ctx: int = 512
+        self,
+        sample: str = samples.F16,
+        *,
+        weights: str = "ab" * 32,
+        model_name: str = "sample",
+        n_ctx: int = 512,
+        n_tokens: int | None = None,
     ):
-        self.ids, self.state = samples.read(sample)
+        self.ids, self.state = samples.read(sample) if n_tokens is None else samples.longer(sample, n_tokens)
         self.model_name = model_name
         self.n_ctx = n_ctx
         parsed = kv_state.parse(memoryview(self.state))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from llama_ckpt.formats import kv_state
+
 SAMPLES = Path(__file__).parents[1] / "samples"
 F16 = "ggsq-v3-f16.bin"
 F16_FLASH = "ggsq-v3-f16-flash.bin"
@@ -24,3 +26,22 @@ def read(name: str) -> tuple[np.ndarray, bytes]:
         words = words[3 : 3 + int(words[2])]
     state = struct.pack("<Ii", 0xAF143CD8, 0) + data[12 + 4 * count :]
     return words.astype(np.int32), state
+
+
+def longer(name: str, n_tokens: int) -> tuple[np.ndarray, bytes]:
+    """Token ids and a state of `n_tokens` tokens, whose rows are those of a sample over and over. V is not transposed in it."""
+    ids, state = read(name)
+    parsed = kv_state.parse(memoryview(state))
+    assert not parsed.v_transposed
+    which = np.arange(n_tokens) % parsed.n_cells
+    cells = np.stack([np.arange(n_tokens), np.ones(n_tokens), np.zeros(n_tokens)], axis=1).astype("<i4")
+    made = [struct.pack("<IiII", kv_state.IO_MAGIC, 0, 1, n_tokens), cells.tobytes()]
+    made.append(struct.pack("<II", 0, parsed.n_layer))
+    if parsed.rotation_words:
+        made.append(struct.pack("<II", *parsed.rotation_words))
+    for rows in (*parsed.k, *parsed.v):
+        made.append(struct.pack("<iQ", rows.ggml_type, rows.row_bytes))
+        size = parsed.n_cells * rows.row_bytes
+        of_sample = np.frombuffer(state, dtype=np.uint8, count=size, offset=rows.offset)
+        made.append(of_sample.reshape(parsed.n_cells, rows.row_bytes)[which].tobytes())
+    return ids[which], b"".join(made)

@@ -7,13 +7,11 @@ import dataclasses
 import pytest
 
 from llama_ckpt import values
+from llama_ckpt.gc_values import GcItem, GcKind, GcPlan
 from llama_ckpt.values import (
     Check,
     Difference,
     Fingerprint,
-    GcItem,
-    GcKind,
-    GcPlan,
     MemoryKind,
     ModelStats,
     Outcome,

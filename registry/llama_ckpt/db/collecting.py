@@ -15,7 +15,8 @@ from llama_ckpt.db.queries import ACTIVE, STALE, batches, clock_us, mark, unlink
 from llama_ckpt.db.tables import ghost_seen, llama_model, save_claim
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.types import now_us
-from llama_ckpt.values import Candidate, GcItem, SeenRow, StaleReason, StoredFile
+from llama_ckpt.gc_values import Candidate, GcItem, SeenRow, StoredFile
+from llama_ckpt.values import StaleReason
 
 _PAGE = 5000
 _BUDGET_KEY = bytes(32)
@@ -49,10 +50,13 @@ def _pages(db: sa.Connection, names: Sequence[str], more: Sequence[sa.Column[Any
 
 
 def least_recently_used(db: sa.Connection, at_most: int) -> list[Candidate]:
-    """ACTIVE rows with a file that nothing shields, least recently used first."""
+    """The least recently used ACTIVE rows with a file, in order of their number: nothing shields them, and no ACTIVE delta
+    but those among them needs them.
+    """
     columns = [meta.c[name] for name in Candidate._fields]
     query = sa.select(*columns).where(meta.c.status == ACTIVE, meta.c.file_size > 0, *_free())
-    return [Candidate._make(row) for row in db.execute(query.order_by(meta.c.last_used_us).limit(at_most))]
+    rows = {row.ckpt_no: row for row in db.execute(query.order_by(meta.c.last_used_us).limit(at_most))}
+    return [Candidate._make(rows[n]) for n in _unneeded(db, set(rows), ACTIVE)]
 
 
 def stale_with_file(db: sa.Connection, at_most: int) -> list[tuple[SeenRow, str, int]]:
@@ -136,6 +140,22 @@ def purgeable(
     return [(SeenRow._make(found[n][:4]), found[n].file_path) for n in sorted(found, reverse=True)]
 
 
+def condemn(db: sa.Connection, numbers: Sequence[int]) -> int:
+    """Makes rows STALE and says that they have no file, whatever they are: from then on nobody offers them, adds a delta to
+    them or makes them ACTIVE again. Gives the bytes of their files.
+    """
+    sizes: dict[int, int] = {}
+    for some in batches(sorted(numbers)):
+        query = sa.select(meta.c.ckpt_no, meta.c.file_size).where(meta.c.ckpt_no.in_(some))
+        locked = db.execute(query.order_by(meta.c.ckpt_no).with_for_update())
+        sizes.update((row.ckpt_no, int(row.file_size)) for row in locked)
+    for some in batches(sorted(sizes)):
+        mark(db, [meta.c.ckpt_no.in_(some)], StaleReason.REMOVED)
+        db.execute(sa.update(meta).where(meta.c.ckpt_no.in_(some)).values(file_size=0))
+    unlink(db, sorted(sizes))
+    return sum(sizes.values())
+
+
 def delete_rows(db: sa.Connection, numbers: Sequence[int]) -> None:
     """Deletes rows, given deltas first, whatever they are."""
     for some in batches(numbers):
@@ -160,15 +180,21 @@ def _untouched_leaves(db: sa.Connection, rows: Sequence[SeenRow], status: str) -
             if (row.last_used_us, row.hit_count) == (planned.last_used_us, planned.hit_count):
                 untouched.add(row.ckpt_no)
     # A statement of its own, after the locks: it sees what was committed before them, and who adds a delta changes its parent.
+    return _unneeded(db, untouched, status)
+
+
+def _unneeded(db: sa.Connection, numbers: set[int], status: str) -> list[int]:
+    """Those of some rows, in order, that only deltas among them need. ACTIVE rows are needed by ACTIVE deltas only."""
     children: dict[int, list[int]] = {}
-    for some in batches(sorted(untouched)):
+    for some in batches(sorted(numbers)):
         query = sa.select(meta.c.parent_no, meta.c.ckpt_no).where(meta.c.parent_no.in_(some))
         for parent, child in db.execute(query if status == STALE else query.where(meta.c.status == ACTIVE)):
             children.setdefault(int(parent), []).append(int(child))
-    for number in sorted(untouched, reverse=True):  # a delta's number is above its parent's
-        if not untouched.issuperset(children.get(number, ())):
-            untouched.discard(number)
-    return sorted(untouched)
+    left = set(numbers)
+    for number in sorted(numbers, reverse=True):  # a delta's number is above its parent's
+        if not left.issuperset(children.get(number, ())):
+            left.discard(number)
+    return sorted(left)
 
 
 # -- ghosts ------------------------------------------------------------------------------------------------------------------
@@ -201,6 +227,12 @@ def note_ghosts(db: sa.Connection, ghosts: Sequence[GcItem]) -> None:
         db.execute(sa.insert(ghost_seen), rows)
 
 
+def forget_ghosts(db: sa.Connection, paths: Sequence[str]) -> None:
+    """Forgets ghosts that are none any more: their files are gone, or have a row. The budget counted them until here."""
+    for some in batches(paths):
+        db.execute(sa.delete(ghost_seen).where(ghost_seen.c.file_path.in_(some)))
+
+
 # -- the byte budget -----------------------------------------------------------------------------------------------------------
 
 
@@ -215,13 +247,15 @@ def used_bytes(db: sa.Connection) -> int:
     """Bytes in use: files of all rows, in whole blocks, what others have reserved, and the ghosts that gc saw. Counted anew at
     every call.
     """
+    # One statement, which sees one moment: between two of them a row could take over the bytes of a claim, and count nowhere.
     # Every file may end in a block of which it fills a byte.
     rows = sa.select(sa.func.coalesce(sa.func.sum(meta.c.file_size + BLOCK_BYTES), 0)).where(meta.c.file_size > 0)
     reserved = sa.select(sa.func.coalesce(sa.func.sum(save_claim.c.reserved_bytes), 0)).where(
         save_claim.c.expires_us >= now_us()
     )
     ghosts = sa.select(sa.func.coalesce(sa.func.sum(ghost_seen.c.size_bytes), 0))
-    return sum(int(db.execute(query).scalar_one()) for query in (rows, reserved, ghosts))
+    total = rows.scalar_subquery() + reserved.scalar_subquery() + ghosts.scalar_subquery()
+    return int(db.execute(sa.select(total)).scalar_one())
 
 
 def pending_bytes(db: sa.Connection) -> int:

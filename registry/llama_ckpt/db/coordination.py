@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from llama_ckpt.db.tables import gc_run, gc_run_item, registry_lease, save_claim
 from llama_ckpt.db.types import now_us
-from llama_ckpt.values import GcItem, GcRun
+from llama_ckpt.gc_values import GcItem, GcRun
 
 _KEPT_US = 90 * 86_400 * 1_000_000
 

@@ -244,6 +244,18 @@ def record_hit(db: sa.Connection, row: Checkpoint) -> None:
     db.execute(sa.update(meta).where(meta.c.ckpt_no == row.ckpt_no).values(**values))
 
 
+def record_verified(db: sa.Connection, row: Checkpoint) -> None:
+    """Notes that every byte of a checkpoint's file was checked just now."""
+    db.execute(sa.update(meta).where(meta.c.ckpt_no == row.ckpt_no).values(verified_us=now_us()))
+
+
+def least_recently_verified(db: sa.Connection, older_than_s: float) -> list[str]:
+    """The ids of the ACTIVE rows with a file that were not checked for so long, never checked ones first."""
+    due = sa.or_(meta.c.verified_us.is_(None), meta.c.verified_us <= now_us() - int(older_than_s * 1_000_000))
+    query = sa.select(meta.c.id).where(meta.c.status == ACTIVE, meta.c.file_size > 0, due)
+    return list(db.scalars(query.order_by(sa.func.coalesce(meta.c.verified_us, 0), meta.c.ckpt_no)))
+
+
 def mark_stale(db: sa.Connection, row: Checkpoint, reason: StaleReason) -> bool:
     """Makes an ACTIVE row STALE, and with it every delta that needs it; False when it is STALE already."""
     if not mark(db, [meta.c.ckpt_no == row.ckpt_no], reason):
