@@ -220,8 +220,18 @@ def test_where_all_is_pinned_a_save_is_refused(registry, limited, engine, two, s
 
 def test_of_a_chain_the_delta_goes_before_what_it_needs(registry, limited, engine, saved):
     delta = plant_delta(registry, engine, saved)
-    age(registry, delta, -1)  # used later than its parent
-    assert limited(max_bytes=room(1) + 3 * BLOCK).save(engine, "small enough").outcome is SaveOutcome.SAVED
+    age(registry, saved, 2)
+    age(registry, delta, 1)
+    tight = limited(max_bytes=room(2) + 2 * BLOCK - 1, order="lru")
+    assert tight.save(engine, "newcomer").outcome is SaveOutcome.SAVED
+    assert [registry.get(row.id).status for row in (saved, delta)] == [Status.ACTIVE, Status.STALE]
+
+
+def test_a_chain_goes_whole_where_its_delta_alone_is_not_enough(registry, limited, engine, saved):
+    delta = plant_delta(registry, engine, saved)
+    age(registry, saved, 1)
+    age(registry, delta, 2)
+    assert limited(max_bytes=room(1), order="lru").save(engine, "newcomer").outcome is SaveOutcome.SAVED
     assert [registry.get(row.id).status for row in (saved, delta)] == [Status.STALE] * 2
 
 

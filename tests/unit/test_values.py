@@ -52,7 +52,7 @@ def test_a_difference_is_told_with_both_sides():
     [
         (Status, {"ACTIVE", "STALE"}),
         (Outcome, {"hit", "no_match", "failed"}),
-        (SaveOutcome, {"saved", "deduplicated"}),
+        (SaveOutcome, {"saved", "deduplicated", "refused"}),
         (StaleReason, {"superseded", "expired", "evicted", "corrupt", "missing", "incompatible", "removed"}),
         (MemoryKind, {"full", "swa", "recurrent", "hybrid"}),
     ],
