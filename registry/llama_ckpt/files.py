@@ -316,49 +316,23 @@ class Store:
         Raises:
             StoreUnavailable: a folder cannot be listed. A partial list is never taken for a whole one.
         """
+        root = str(self.root)
         with told(self.root):
-            for a in self._folders(self.root):
-                for b in self._folders(a):
-                    yield from self._entries(b)
+            for a in _shards(root):
+                for b in _shards(f"{root}/{a}"):
+                    yield from _entries(f"{root}/{a}/{b}", f"{a}/{b}")
             aside = self.root / QUARANTINE
             if aside.is_dir() and not aside.is_symlink():
-                yield from self._entries(aside)
-
-    def _entries(self, folder: Path) -> Iterator[Entry]:
-        with os.scandir(folder) as entries:
-            for entry in sorted(entries, key=lambda e: e.name):
-                yield from self._entry(entry)
-
-    def _folders(self, folder: Path) -> list[Path]:
-        with os.scandir(folder) as entries:
-            names = [e.name for e in entries if _SHARD.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
-        return [folder / name for name in sorted(names)]
-
-    def _entry(self, entry: os.DirEntry[str]) -> Iterator[Entry]:
-        relative = Path(entry.path).relative_to(self.root).as_posix()
-        try:
-            found = entry.stat(follow_symlinks=False)
-        except FileNotFoundError:
-            return  # someone renamed or removed it between the listing and here
-        match = _PATH.fullmatch(relative)
-        if not stat.S_ISREG(found.st_mode):
-            yield Entry(relative, "foreign", 0, found.st_mtime_ns, "not a regular file")
-        elif match is None:
-            yield Entry(relative, "foreign", found.st_size, found.st_mtime_ns, "not a name of ours")
-        elif match["id"] is None:
-            yield Entry(relative, "quarantined", found.st_size, found.st_mtime_ns)
-        else:
-            kind = "checkpoint" if match["suffix"] == SUFFIX else "temporary"
-            yield Entry(relative, kind, found.st_size, found.st_mtime_ns, owner=match["owner"] or "")
+                yield from _entries(str(aside), QUARANTINE)
 
     def _locate(self, relative: str) -> Path:
         if not _PATH.fullmatch(relative):
             raise UnsafePath(path=relative, reason="not a path that this store gives")
-        path = self.root / relative
-        if path.parent.parent != self.root:
-            _require_plain_folder(path.parent.parent)
-        _require_plain_folder(path.parent)
-        return path
+        folder = self.root
+        for part in relative.split("/")[:-1]:
+            folder = folder / part
+            _require_plain_folder(folder)
+        return self.root / relative
 
 
 def _require_plain_folder(folder: Path) -> None:
@@ -366,3 +340,28 @@ def _require_plain_folder(folder: Path) -> None:
     with told(folder), contextlib.suppress(FileNotFoundError):
         if not stat.S_ISDIR(folder.lstat().st_mode):
             raise UnsafePath(path=folder, reason="it is a symlink or no folder")
+
+
+def _shards(folder: str) -> list[str]:
+    """The names of a folder's shards, in order. A store has up to 65,536 of them: paths are put together as text."""
+    with os.scandir(folder) as entries:
+        return sorted(e.name for e in entries if _SHARD.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
+
+
+def _entries(folder: str, relative: str) -> Iterator[Entry]:
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda e: e.name):
+            with contextlib.suppress(FileNotFoundError):  # renamed or removed between the listing and here
+                yield _entry(entry.stat(follow_symlinks=False), f"{relative}/{entry.name}")
+
+
+def _entry(found: os.stat_result, relative: str) -> Entry:
+    match = _PATH.fullmatch(relative)
+    if not stat.S_ISREG(found.st_mode):
+        return Entry(relative, "foreign", 0, found.st_mtime_ns, "not a regular file")
+    if match is None:
+        return Entry(relative, "foreign", found.st_size, found.st_mtime_ns, "not a name of ours")
+    if match["id"] is None:
+        return Entry(relative, "quarantined", found.st_size, found.st_mtime_ns)
+    kind = "checkpoint" if match["suffix"] == SUFFIX else "temporary"
+    return Entry(relative, kind, found.st_size, found.st_mtime_ns, owner=match["owner"] or "")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 
 import pytest
 from support import child
+from support.whole import checkpoint_bytes
 
 from llama_ckpt.collector import Collector
+from llama_ckpt.db import collecting
 from llama_ckpt.gc_values import GcKind
 from llama_ckpt.values import Outcome, SaveOutcome, Status
 from llama_ckpt.verify import Verifier, all_ok
@@ -22,7 +25,7 @@ def run_child(registry, verb, **order):
 
 def collect_now(registry):
     collector = Collector(registry.parts)
-    return collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0))
+    return collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True))
 
 
 def files_in(registry):
@@ -53,7 +56,11 @@ def test_a_save_killed_at_any_step_leaves_no_row_without_a_whole_file(registry, 
     assert active_rows_are_whole(registry)
     expected = SaveOutcome.DEDUPLICATED if n_rows else SaveOutcome.SAVED
     assert registry.save(engine, "one").outcome is expected
-    assert Collector(registry.parts).plan().items == (), "a fresh left-over is within the grace"
+    plan = Collector(registry.parts).plan()
+    if files == [".tmp"]:
+        assert [item.reason for item in plan.items] == ["a write whose process is gone"]
+    else:
+        assert plan.items == (), "a fresh orphan is within the grace"
     report = collect_now(registry)
     assert len(report.done) == (0 if n_rows else 1)
     assert files_in(registry) == [".llam"]
@@ -69,6 +76,7 @@ def test_a_restore_killed_while_it_holds_a_lease_blocks_nobody(registry, engine,
 
 
 def test_a_prune_killed_before_its_commit_marks_nothing_and_the_next_marks_all(registry, engine, saved):
+    registry.save(engine, "the newest stays")
     killed = run_child(registry, "prune", die_at="marked")
     assert killed.returncode == child.KILLED, killed.stderr
     assert registry.get(saved.id).status is Status.ACTIVE
@@ -89,6 +97,88 @@ def test_a_gc_killed_at_any_step_is_finished_by_the_next(registry, engine, saved
     report = collect_now(registry)
     kinds = [item.kind for item, _ in report.done]
     assert kinds == {"walked": [GcKind.STALE], "rows deleted": [GcKind.ORPHAN], "file deleted": []}[step]
+    assert (registry.list(), files_in(registry)) == ([], [])
+
+
+def room(n):
+    return n * (len(checkpoint_bytes()) + collecting.BLOCK_BYTES)
+
+
+def claims_expire(registry):
+    """As time would: a killed process's claim ends by the database's clock."""
+    with registry.database.write() as db:
+        db.exec_driver_sql("UPDATE save_claim SET expires_us = 1")
+
+
+@pytest.mark.parametrize(
+    ("step", "files"),
+    [
+        ("room promised", [".llam", ".llam"]),
+        ("room made", [".llam"]),
+        ("created", [".llam", ".tmp"]),
+        ("renamed", [".llam", ".llam"]),
+        ("inserted", [".llam", ".llam"]),
+        ("committed", [".llam", ".llam"]),
+    ],
+)
+def test_a_save_under_a_budget_that_is_killed_takes_its_room_until_its_claim_ends(registry, engine, saved, step, files):
+    registry.save(engine, "two")
+    killed = run_child(registry, "save", texts=["three"], max_bytes=room(2), die_at=step)
+    assert killed.returncode == child.KILLED, killed.stderr
+    assert files_in(registry) == files
+    assert active_rows_are_whole(registry)
+    went = registry.get(saved.id)
+    assert (went.status, went.file_size) == (Status.STALE, 0), "what makes room is the least recently used"
+    claims_expire(registry)
+    collect_now(registry)
+    again = json.loads(run_child(registry, "save", texts=["three"], max_bytes=room(2)).stdout)
+    assert again[0][0] == ("deduplicated" if step == "committed" else "saved")
+    assert Verifier(registry.database, registry.store).findings() == []
+    assert files_in(registry) == [".llam", ".llam"]
+    assert [registry.restore(engine, text).outcome for text in ("two", "three")] == [Outcome.HIT] * 2
+
+
+@pytest.mark.parametrize("step", ["room promised", "room made"])
+def test_a_claim_of_a_killed_save_refuses_others_their_room_for_a_while_and_no_longer(registry, engine, saved, step):
+    run_child(registry, "save", texts=["two"], max_bytes=room(1), die_at=step)
+    order = {"texts": ["two"], "max_bytes": room(1)}
+    assert json.loads(run_child(registry, "save", **order).stdout)[0][0] == "refused"
+    claims_expire(registry)
+    assert json.loads(run_child(registry, "save", **order).stdout)[0][0] == "saved"
+    collect_now(registry)
+    assert files_in(registry) == [".llam"]
+
+
+@pytest.mark.parametrize(("step", "n_back"), [("checked", 0), ("reactivated", 1)])
+def test_an_unprune_killed_at_any_step_leaves_back_what_is_back_and_the_next_does_the_rest(
+    registry, engine, saved, step, n_back
+):
+    registry.remove(saved.id)
+    registry.remove(registry.save(engine, "two").checkpoint.id)
+    killed = run_child(registry, "unprune", die_at=step)
+    assert killed.returncode == child.KILLED, killed.stderr
+    assert len(registry.list(status=Status.ACTIVE)) == n_back
+    assert Verifier(registry.database, registry.store).findings() == []
+    assert set(json.loads(run_child(registry, "unprune").stdout)) == {"ACTIVE"}
+    assert [registry.restore(engine, text).outcome for text in ("one", "two")] == [Outcome.HIT] * 2
+
+
+@pytest.mark.parametrize(
+    ("step", "n_rows", "n_files"), [("rows condemned", 1, 1), ("files deleted", 1, 0), ("rows deleted", 0, 0)]
+)
+@pytest.mark.parametrize("by", ["purge", "gc"])
+def test_a_purge_killed_at_any_step_is_finished_by_the_next_purge_or_gc(registry, engine, step, n_rows, n_files, by):
+    registry.save(engine, "one", label="secret")
+    killed = run_child(registry, "purge", label="secret", die_at=step)
+    assert killed.returncode == child.KILLED, killed.stderr
+    assert (len(registry.list()), len(files_in(registry))) == (n_rows, n_files)
+    assert registry.restore(engine, "one").outcome is Outcome.NO_MATCH
+    assert Verifier(registry.database, registry.store).findings() == []
+    take_over_the_lease(registry)
+    if by == "purge":
+        assert run_child(registry, "purge", label="secret").stdout == str(n_rows)
+    else:
+        collect_now(registry)
     assert (registry.list(), files_in(registry)) == ([], [])
 
 

@@ -12,10 +12,15 @@ from support import child
 from llama_ckpt.collector import Collector
 from llama_ckpt.db import queries
 from llama_ckpt.registry import Registry
-from llama_ckpt.values import Outcome
+from llama_ckpt.values import Outcome, Status
+from llama_ckpt.verify import Verifier
 
 
-def start_together(registry, orders):
+# Restores, saves and collections of the race, over all its processes.
+ROUNDS = int(os.environ.get("LLAMA_CKPT_TEST_ROUNDS", "400"))  # read before clean_environment takes it away
+
+
+def start_together(registry, orders, seconds=120):
     """Starts a child per order; all begin their work when every one is ready to. Gives their answers."""
     reading, writing = os.pipe()
     url = registry.database.url.render_as_string(hide_password=False)
@@ -34,7 +39,7 @@ def start_together(registry, orders):
     os.close(writing)
     answers = []
     for process in running:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=seconds)
         assert process.returncode == 0, err
         answers.append(json.loads(out))
     return answers
@@ -62,6 +67,27 @@ def test_readers_savers_and_gc_at_once_give_hits_and_misses_and_never_an_error(r
     assert answers[3][1] == 0
     assert all(registry.restore(engine, text).outcome is Outcome.HIT for text in texts)
     assert not Collector(registry.parts).plan(stale_grace_s=0).findings
+
+
+def test_eight_processes_that_read_save_and_collect_lose_no_live_row_its_file_and_never_fail(registry, engine):
+    texts = [f"input {i}" for i in range(24)]
+    n_each = ROUNDS // 8
+    roles = ["read"] * 4 + ["save"] * 3 + ["collect"]
+    answers = start_together(
+        registry,
+        [
+            {"verb": "race", "role": r, "texts": texts, "rounds": n_each // 4 if r == "collect" else n_each}
+            for r in roles
+        ],
+        seconds=120 + ROUNDS,
+    )
+    readers, savers, collector = answers[:4], answers[4:7], answers[7]
+    assert {outcome for counts in readers for outcome in counts} <= {"hit", "no_match"}
+    assert {outcome for counts in savers for outcome in counts} <= {"saved", "deduplicated"}
+    assert set(collector) == {"collected"}
+    assert sum(counts.get("hit", 0) for counts in readers) > 0
+    assert Verifier(registry.database, registry.store).findings() == []
+    assert registry.list(status=Status.ACTIVE)
 
 
 def test_a_row_outlives_another_process_that_closes_the_database_after_a_second_connection_was_opened(tmp_path, engine):

@@ -316,7 +316,6 @@ def small_disk(registry, monkeypatch):
 
 @pytest.mark.parametrize("floor", [{"min_free": room(1)}, {"min_free_share": 0.3334}])
 def test_below_the_floor_of_free_space_the_least_recently_used_goes(registry, limited, engine, two, small_disk, floor):
-    old, new = two
     tight = limited(**floor)
     assert tight.save(engine, "newcomer").outcome is SaveOutcome.SAVED
     assert [is_there(registry, row) for row in two] == [False, True]

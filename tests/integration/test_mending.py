@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import struct
+import os
 from dataclasses import replace
 
 import pytest
@@ -13,14 +13,14 @@ from support.whole import checkpoint_bytes
 from llama_ckpt.collector import Collector
 from llama_ckpt.db import collecting, queries
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
-from llama_ckpt.digests import crc32
 from llama_ckpt.errors import StoreUnavailable
 from llama_ckpt.files import MARKER, path_of
 from llama_ckpt.formats import container
+from llama_ckpt.gc_values import FindingKind
 from llama_ckpt.mending import Mender
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention import Policy
-from llama_ckpt.values import FindingKind, NewCheckpoint, Outcome, SaveOutcome, StaleReason, Status
+from llama_ckpt.values import NewCheckpoint, Outcome, SaveOutcome, StaleReason, Status
 from llama_ckpt.verify import Verifier
 
 
@@ -215,19 +215,15 @@ def collector_of_all(registry):
     return lambda: collect(registry)
 
 
-class Stopped(Exception):
-    pass
-
-
 @pytest.mark.parametrize(("step", "n_back"), [("checked", 0), ("reactivated", 1)])
 def test_an_unprune_that_is_interrupted_leaves_whole_what_is_back_and_can_be_run_again(
     registry, engine, mender, step, n_back
 ):
     def stop():
-        raise Stopped
+        raise KeyboardInterrupt
 
     rows = [mark(registry, registry.save(engine, t).checkpoint, StaleReason.EVICTED) for t in ("one", "two")]
-    with pytest.raises(Stopped):
+    with pytest.raises(KeyboardInterrupt):
         hooked(registry, **{step: stop}).unprune(rows)
     assert len(registry.list(status=Status.ACTIVE)) == n_back
     assert results(
@@ -330,8 +326,6 @@ def test_a_file_that_gc_takes_while_it_is_registered_gets_no_row(registry, saved
 
 
 def test_a_file_that_gc_would_take_is_counted_once_when_it_has_a_row(registry, saved, mender):
-    import os
-
     path = plant(registry)
     os.utime(path, (1_000_000_000, 1_000_000_000))
     collector = Collector(registry.parts)
