@@ -80,7 +80,10 @@ def test_links_in_the_documents_lead_somewhere():
 def test_every_step_of_a_save_is_in_the_crash_table():
     table = text_of("docs/crash-safety.md")
     of_save = ("created", "head", "written", "staged", "renamed", "inserted", "committed")
-    for step in (*of_save, "leased", "marked", "walked", "rows deleted", "file deleted"):
+    of_budget, of_unprune = ("room promised", "room made"), ("checked", "reactivated")
+    of_purge = ("rows condemned", "files deleted", "rows deleted")
+    of_gc = ("walked", "rows deleted", "file deleted")
+    for step in (*of_save, *of_budget, "leased", "marked", *of_unprune, *of_gc, *of_purge):
         assert f"`{step}`" in table
 
 
