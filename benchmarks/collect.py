@@ -1,4 +1,4 @@
-"""`python -m benchmarks.collect --rows 1000000 --files 200000`: plan and run of gc on a planted store, a tenth of each kind to collect.
+"""`python -m benchmarks.collect --rows 1000000 --files 200000`: plan and run of gc on a planted store, a tenth of each to collect.
 
 Yardsticks, in the same run: a bare walk of the folders, a bare read of the rows, a bare loop of unlinks over as many files of the
 same kind. Saves run beside gc in a process of their own. Memory is the peak of the process that plans and runs.
@@ -89,7 +89,9 @@ def bare_read(registry: Registry) -> float:
     start, last = time.perf_counter(), 0
     columns = [meta.c.ckpt_no, meta.c.file_path, meta.c.status, meta.c.stale_us, meta.c.last_used_us, meta.c.pinned]
     with registry.database.read() as db:
-        while rows := db.execute(sa.select(*columns).where(meta.c.ckpt_no > last).order_by(meta.c.ckpt_no).limit(5000)).all():
+        while rows := db.execute(
+            sa.select(*columns).where(meta.c.ckpt_no > last).order_by(meta.c.ckpt_no).limit(5000)
+        ).all():
             last = rows[-1].ckpt_no
     return time.perf_counter() - start
 

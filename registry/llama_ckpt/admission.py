@@ -104,7 +104,9 @@ def _make_room(parts: Parts, new: NewCheckpoint, lacking: int, passed_over: set[
         return _free(parts, _enough(stale, lacking), passed_over)
     with parts.database.read() as db:
         now_us = queries.clock_us(db)
-        others = [c for c in collecting.least_recently_used(db, _LOOKED_AT) if c.ckpt_no not in passed_over]
+        others = collecting.least_recently_used(db, _LOOKED_AT)
+    staying = passed_over | _last_of_their_groups(parts, others)
+    others = [c for c in others if c.ckpt_no not in staying]
     going = retention.places_before(_as_candidate(new, now_us), others, parts.policy, now_us)
     total = 0
     victims: list[SeenRow] = []
@@ -120,6 +122,17 @@ def _make_room(parts: Parts, new: NewCheckpoint, lacking: int, passed_over: set[
     passed_over.update(row.ckpt_no for row in victims if row.ckpt_no not in marked)
     parts.metrics.count("evicted", len(marked))
     return len(marked)  # the next round frees them
+
+
+def _last_of_their_groups(parts: Parts, rows: Sequence[Candidate]) -> set[int]:
+    """The newest N of each model and label among `rows`, which the policy keeps in any case."""
+    staying: set[int] = set()
+    groups = (("model_name", parts.policy.keep_last_per_model), ("label", parts.policy.keep_last_per_label))
+    with parts.database.read() as db:
+        for column, n in groups:
+            for name in {getattr(row, column) for row in rows} - {None} if n else ():
+                staying |= collecting.newest(db, column, name, n)
+    return staying
 
 
 def _enough(rows: Sequence[tuple[SeenRow, str, int]], lacking: int) -> list[tuple[SeenRow, str, int]]:

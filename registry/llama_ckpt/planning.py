@@ -94,7 +94,9 @@ class Planner:
     def _stale_item(self, row: StoredFile, now_us: int, there: bool) -> Iterator[GcItem]:
         age_s = (now_us - (row.stale_us or now_us)) / _S
         leased = row.lease_until_us is not None and row.lease_until_us > now_us
-        if age_s < self._stale_grace_s or leased or row.pinned:
+        # A file whose row says that it has none was about to be unlinked when its process was killed: nothing counts its bytes.
+        promised = there and row.file_size == 0
+        if leased or row.pinned or (age_s < self._stale_grace_s and not promised):
             return
         unreadable = there and row.stale_reason == StaleReason.CORRUPT
         kind = GcKind.UNREADABLE if unreadable else GcKind.STALE

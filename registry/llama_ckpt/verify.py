@@ -79,7 +79,8 @@ class Verifier:
         return found + list(self.ghosts())
 
     def ghosts(self) -> Iterator[Finding]:
-        """Files without a row, left-over temporaries and foreign things in the store's folders.
+        """Files without a row, left-over temporaries and foreign things in the store's folders. What is in quarantine has been
+        found already.
 
         Raises:
             StoreUnavailable, DatabaseUnavailable: the store cannot be walked, the database not read.
@@ -91,7 +92,7 @@ class Verifier:
                 # A foreign name may be one that no database can hold; and no row names it.
                 known = collecting.known_paths(db, [e.path for e in batch if e.kind != "foreign"])
             for entry in batch:
-                if entry.path in known:
+                if entry.path in known or entry.kind == "quarantined":
                     continue
                 kind = {"checkpoint": FindingKind.ORPHAN, "temporary": FindingKind.TEMPORARY}.get(entry.kind)
                 yield Finding(

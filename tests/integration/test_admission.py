@@ -207,6 +207,14 @@ def test_what_is_shielded_never_goes_and_another_goes_for_it(registry, limited, 
     assert registry.get(new.id).status is Status.STALE
 
 
+def test_the_last_of_each_label_stays_and_an_older_one_goes(registry, limited, engine):
+    rows = [registry.save(engine, text, label="night").checkpoint for text in ("older", "newer")]
+    with registry.database.write() as db:  # the newer one was used less recently
+        db.execute(sa.update(meta).where(meta.c.id == rows[1].id).values(last_used_us=1))
+    assert limited(max_bytes=room(2), keep_last_per_label=1, order="lru").save(engine, "newcomer").bytes_written
+    assert [registry.get(row.id).status for row in rows] == [Status.STALE, Status.ACTIVE]
+
+
 @pytest.mark.parametrize("status", ["ACTIVE", "STALE"])
 def test_where_all_is_pinned_a_save_is_refused(registry, limited, engine, two, status):
     for row in two:

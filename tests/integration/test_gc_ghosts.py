@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import sqlalchemy as sa
 from support.whole import checkpoint_bytes
 
 from llama_ckpt import owners
 from llama_ckpt.collector import Collector
+from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import StoreUnavailable
 from llama_ckpt.files import path_of
 from llama_ckpt.gc_values import GcKind
@@ -221,3 +223,11 @@ def test_a_file_that_could_not_be_deleted_is_tried_again_by_the_next_run(registr
         assert run(collector, at_once=True)[ORPHAN].startswith("failed")
     assert run(collector) == {ORPHAN: "deleted"}
     assert not path.exists()
+
+
+def test_a_file_that_a_killed_process_was_about_to_unlink_goes_without_grace(registry, engine, saved, collector):
+    registry.remove(saved.id)
+    with registry.database.write() as db:
+        db.execute(sa.update(meta).values(file_size=0))
+    assert run(collector) == {saved.file_path: "deleted"}
+    assert not (registry.store.root / saved.file_path).exists()

@@ -59,6 +59,12 @@ def least_recently_used(db: sa.Connection, at_most: int) -> list[Candidate]:
     return [Candidate._make(rows[n]) for n in _unneeded(db, set(rows), ACTIVE)]
 
 
+def newest(db: sa.Connection, column: str, value: str, n: int) -> set[int]:
+    """The numbers of the newest `n` ACTIVE rows of a model (`model_name`) or a label (`label`)."""
+    query = sa.select(meta.c.ckpt_no).where(meta.c[column] == value, meta.c.status == ACTIVE)
+    return set(db.scalars(query.order_by(meta.c.created_us.desc(), meta.c.ckpt_no.desc()).limit(n)))
+
+
 def stale_with_file(db: sa.Connection, at_most: int) -> list[tuple[SeenRow, str, int]]:
     """STALE rows whose file is still to be freed and that nothing shields, longest STALE first: row, path and bytes."""
     query = sa.select(*_SEEN, meta.c.file_path, meta.c.file_size).where(
