@@ -1,4 +1,4 @@
-"""`python -m benchmarks.collect --rows 1000000 --files 200000`: plan and run of gc on a planted store, a tenth of each to collect.
+"""`python -m benchmarks.collect --rows 1000000 --files 200000`: plan and run of gc on a planted store, a tenth to collect.
 
 Yardsticks, in the same run: a bare walk of the folders, a bare read of the rows, a bare loop of unlinks over as many files of the
 same kind. Saves run beside gc in a process of their own. Memory is the peak of the process that plans and runs.
