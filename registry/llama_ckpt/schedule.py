@@ -327,7 +327,8 @@ def _collect(parts: Parts, policy: Policy, next_at: datetime | None) -> Schedule
 def _tell(run: ScheduledRun) -> None:
     then = "" if run.next_us is None else f"; next run {_shown(datetime.fromtimestamp(run.next_us / _S, UTC))}"
     failed = not run.busy and (run.sweep is None or run.sweep.n_failed)
-    log.log(logging.WARNING if failed else logging.INFO, "collector: %s%s", run.result, then)
+    told = rows.stored_text(run.result, 10_000)  # a path may be no text that a log can take
+    log.log(logging.WARNING if failed else logging.INFO, "collector: %s%s", told, then)
 
 
 def _keep(parts: Parts, write: Callable[[Any], None]) -> None:

@@ -182,7 +182,7 @@ def test_a_saver_that_slept_until_gc_took_its_file_adds_no_row(registry, engine,
 
     def sleep_long(step):
         if step == "renamed":
-            collector.run(collector.plan(ghost_grace_s=0))
+            collector.run(collector.plan(ghost_grace_s=0, at_once=True))
 
     with monkeypatch.context() as patch:
         patch.setattr(registry.store, "_hook", sleep_long)
@@ -207,7 +207,7 @@ def test_a_gc_that_planned_while_a_saver_slept_spares_the_file_when_it_wakes(dat
             pytest.skip("on SQLite gc waits for the saver's transaction")
         with Registry.open(database_url, tmp_path / "store", hook=wake_up) as registry:
             registry.store._hook = lambda step: (
-                plans.append(collector.plan(ghost_grace_s=0)) if step == "renamed" else None
+                plans.append(collector.plan(ghost_grace_s=0, at_once=True)) if step == "renamed" else None
             )
             assert registry.save(engine, "one").outcome is SaveOutcome.SAVED
             assert registry.restore(engine, "one").outcome is Outcome.HIT
