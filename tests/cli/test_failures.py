@@ -20,6 +20,7 @@ from llama_ckpt.db.connect import Database
 from llama_ckpt.errors import (
     BadInput,
     DatabaseUnavailable,
+    DoctorFailed,
     SchemaTooNew,
     SchemaTooOld,
     StoreUnavailable,
@@ -28,7 +29,8 @@ from llama_ckpt.registry import DATABASE_FILE, Registry
 
 UNREACHABLE = "postgresql+psycopg://user:secret@127.0.0.1:1/x"
 # Commands that never open a database.
-OFFLINE = {("inspect",), ("config",), ("db", "sql")}
+OFFLINE = {("inspect",), ("config",), ("db", "sql"), ("schedule", "install"), ("schedule", "uninstall")}
+DOCTOR = ("doctor",)  # it tells of a database that fails among all else: test_doctor.py
 
 
 def program(*arguments, **options):
@@ -44,8 +46,12 @@ def test_an_unreachable_database_is_told_by_every_command_without_its_password(r
     words = complete(leaf)
     ran = run(*words, "--database-url", UNREACHABLE)
     assert "secret" not in ran.out + ran.err
-    if leaf in OFFLINE:
+    if leaf in OFFLINE - {("schedule", "install")}:
         assert (ran.code, ran.err) == (0, "")
+    elif leaf == ("schedule", "install"):
+        ran.refused(BadInput, "LLAMA_CKPT_DATABASE_PASSWORD_FILE")  # a unit is no place for a password
+    elif leaf == DOCTOR:
+        assert (ran.code, "127.0.0.1" in ran.out) == (DoctorFailed.exit_code, True)
     else:
         ran.refused(DatabaseUnavailable, "127.0.0.1", "user:***@")
 
@@ -139,6 +145,8 @@ def test_a_file_that_is_no_database_is_told_and_left_as_it_is(run, tmp_path, com
     ran = run(*words, "--database-url", f"sqlite:///{file}")
     if leaf in OFFLINE:
         ran.succeeded()
+    elif leaf == DOCTOR:
+        assert ran.code == DoctorFailed.exit_code
     else:
         ran.refused(DatabaseUnavailable, "no SQLite database", str(file))
     assert file.read_bytes() == before
@@ -170,6 +178,8 @@ def test_a_newer_database_is_told_by_every_command_and_nothing_is_changed(run, p
     ran = run(*complete(leaf))
     if leaf in OFFLINE | {("db", "current"), ("db", "check")}:  # test_stats_config_db.py
         assert "Traceback" not in ran.err
+    elif leaf == DOCTOR:
+        assert (ran.code, "9999" in ran.out) == (DoctorFailed.exit_code, True)
     else:
         ran.refused(SchemaTooNew, "9999", "newer llama-ckpt")
     assert populated.snapshot() == before

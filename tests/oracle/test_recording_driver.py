@@ -463,7 +463,10 @@ def test_room_is_made_and_claimed_for_a_save_under_a_budget(registry, engine, sa
     small = Registry(dataclasses.replace(registry.parts, policy=Policy(max_bytes=saved.file_size + 5000, min_free=1)))
     assert small.save(engine, "two").outcome is SaveOutcome.SAVED
     assert registry.get(saved.id).stale_reason is StaleReason.EVICTED
-    registry.pin(small.list(status=Status.ACTIVE)[0].id)
+    newest = small.list(status=Status.ACTIVE)[0]
+    with registry.database.read() as db:
+        assert collecting.newest(db, "model_name", "sample", 1) == {newest.ckpt_no}
+    registry.pin(newest.id)
 
     def stuck(_path, **_options):
         raise StoreUnavailable(path="x", reason="busy")

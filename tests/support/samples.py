@@ -15,6 +15,28 @@ F16_FLASH = "ggsq-v3-f16-flash.bin"
 Q8_FLASH = "ggsq-v3-q8-flash.bin"
 V2 = "ggsq-v2-f16.bin"
 V4_TWO_STREAMS = "ggsq-v4-llama-server-2streams.bin"
+CONTEXT_V9 = "ggsn-v9-f16.bin"
+CONTEXT_V10 = "ggsn-v10-f16.bin"
+V4_ROTATED = "ggsq-v4-llama-server-q8-rotated.bin"  # the tokens of Q8_FLASH
+CONTEXT_V11 = "ggsn-v11-llama-cli.bin"  # three tokens, two cells
+# Of models with random weights (support/tiny_models.py), by the engine of llama-cpp-python 0.3.36.
+RECURRENT = "ggsq-v3-tiny-recurrent.bin"
+HYBRID = "ggsq-v3-tiny-hybrid.bin"
+POSITIONS = "ggsq-v3-tiny-positions.bin"  # cells with 2-D positions
+SWA = "ggsq-v3-tiny-swa.bin"  # the window has moved on
+SWA_SHORT = "ggsq-v3-tiny-swa-short.bin"
+THREE_STREAMS = "ggsn-v10-tiny-3streams.bin"  # sequence 0 in stream 0, 2 in stream 2
+SHARED = "ggsn-v10-tiny-shared.bin"  # sequences 0 and 1 share four cells
+
+
+def data(name: str) -> bytes:
+    """All bytes of a sample."""
+    return (SAMPLES / name).read_bytes()
+
+
+def all_names() -> list[str]:
+    """The file names of all samples."""
+    return sorted(path.name for path in SAMPLES.glob("*.bin"))
 
 
 def read(name: str) -> tuple[np.ndarray, bytes]:

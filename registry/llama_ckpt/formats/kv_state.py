@@ -4,95 +4,79 @@ Layout, little-endian, as `llama_state_seq_get_data` gives it for an ordinary at
 
     u32 0xaf143cd8, i32 sequence id
     u32 n_stream; per stream u32 n_cells, and when there are cells:
-        per cell  i32 position, u32 n_seq_id (1), i32 sequence id
+        per cell  i32 position, u32 n_seq_id (1) [, x, y [, token id] in models with 2-D positions], i32 sequence id
         u32 v_transposed, u32 n_layer [, u32 n_rot_k, u32 n_rot_v in newer engines]
         per layer K:  i32 ggml type, u64 row bytes, n_cells rows
         per layer V:  the same; transposed: i32 type, u32 element bytes, u32 n_embd, n_embd rows of n_cells elements
                       (absent for models that keep no V)
+
+Other models write several such caches one after the other, and behind or between them recurrent cells. docs/formats.md has
+all of it. Every count is bounded by the bytes that are there before anything is made for it.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llama_ckpt.errors import Unsupported
+from llama_ckpt.formats.ggml_types import ALL_TYPES, GGML_TYPES, type_name
+from llama_ckpt.formats.kv_layout import (
+    Cache,
+    Dialect,
+    KvState,
+    Positions,
+    Recurrent,
+    Rows,
+    Stream,
+    not_sliceable,
+    require_plain_sequence,
+)
+
+__all__ = [
+    "GGML_TYPES",
+    "IO_MAGIC",
+    "PREFIX_BYTES",
+    "Dialect",
+    "KvState",
+    "Rows",
+    "not_sliceable",
+    "parse",
+    "parse_body",
+    "prefix",
+    "require_plain_sequence",
+    "type_name",
+]
 
 IO_MAGIC = 0xAF143CD8
+PREFIX_BYTES = 8
 MAX_STREAMS = 256
 MAX_LAYERS = 1024
+MAX_CACHES = 3
+MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
+MAX_SHARED_CELLS = 1 << 20  # read one by one: a bound on time, not on memory
 
-# ggml type id -> name, values per block, bytes per block (ggml.h, ggml-common.h): the types a KV cache can have.
-GGML_TYPES = {
-    0: ("f32", 1, 4),
-    1: ("f16", 1, 2),
-    2: ("q4_0", 32, 18),
-    3: ("q4_1", 32, 20),
-    6: ("q5_0", 32, 22),
-    7: ("q5_1", 32, 24),
-    8: ("q8_0", 32, 34),
-    20: ("iq4_nl", 32, 18),
-    30: ("bf16", 1, 2),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """One layer's K or V: `n_cells` rows of `row_bytes`, from byte `offset` on (transposed: `n_embd` runs of elements)."""
-
-    ggml_type: int
-    row_bytes: int
-    offset: int
+# Every dialect that an engine is known to write. The extension got its third word (token id) with ggsq 3.
+_DIALECTS = (
+    Dialect(1, rotation_words=False),
+    Dialect(1, rotation_words=True),
+    Dialect(1, rotation_words=False, cell_extension=8),
+    Dialect(1, rotation_words=False, cell_extension=12),
+    Dialect(1, rotation_words=True, cell_extension=12),
+    Dialect(0, rotation_words=False),
+)
+_F32 = 0
+_NO_POSITIONS: Positions = np.empty(0, dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvState:
-    """A sequence state, parsed to its last byte. `positions` has shape `[n_cells]`; K and V have one entry a layer."""
-
-    n_stream: int
-    positions: NDArray[np.int32]
-    v_transposed: bool
-    rotation_words: tuple[int, int] | None
-    k: tuple[Rows, ...]
-    v: tuple[Rows, ...]
-
-    @property
-    def n_cells(self) -> int:
-        """Cells of the sequence: one a token."""
-        return len(self.positions)
-
-    @property
-    def n_layer(self) -> int:
-        """Layers that keep K."""
-        return len(self.k)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of K and V that one token takes over all layers."""
-        return sum(rows.row_bytes for rows in (*self.k, *self.v))
-
-    @property
-    def type_k(self) -> str:
-        """Ggml's name of layer 0's K type."""
-        return type_name(self.k[0].ggml_type)
-
-    @property
-    def type_v(self) -> str:
-        """Ggml's name of layer 0's V type, "none" for a model that keeps no V."""
-        return type_name(self.v[0].ggml_type) if self.v else "none"
-
-    @property
-    def dialect(self) -> str:
-        """What must agree between a state and the engine that reads it, beside model and types."""
-        return f"streams={self.n_stream} rotation_words={0 if self.rotation_words is None else 1}"
+def prefix(seq_id: int = 0) -> bytes:
+    """The eight bytes that `llama_state_seq_get_data` puts before a body: magic and sequence id."""
+    return struct.pack("<Ii", IO_MAGIC, seq_id)
 
 
-def type_name(ggml_type: int) -> str:
-    """Ggml's name of a type id."""
-    return GGML_TYPES[ggml_type][0] if ggml_type in GGML_TYPES else f"ggml type {ggml_type}"
+# Where cells begin, how many, their size without ids -> their positions, where they end, and what is wrong with them.
+OneByOne = dict[tuple[int, int, int], tuple[Positions, int, str]]
 
 
 class _Misfit(Exception):  # noqa: N818 - never leaves this module
@@ -100,40 +84,62 @@ class _Misfit(Exception):  # noqa: N818 - never leaves this module
 
 
 def parse(state: memoryview) -> KvState:
-    """The places of all cells and rows of `state`; reads a few hundred bytes a layer, copies no row.
+    """The places of all cells and rows of a sequence's state, behind its eight bytes of magic and sequence id.
 
-    Both known dialects are tried; one that does not end exactly at the last byte does not count.
+    Reads a few hundred bytes a layer, copies no row. Every known dialect is tried; one that does not end exactly at the last
+    byte does not count.
 
     Raises:
-        Unsupported: the bytes are no attention cache's state of one sequence in a layout known here.
+        Unsupported: the bytes are no state of one sequence in a layout known here, or fit two of them.
     """
-    reasons = []
-    for rotation in (False, True):
+    start = bytes(state[:4])
+    if len(state) < PREFIX_BYTES or start != struct.pack("<I", IO_MAGIC):
+        begins = f"{int.from_bytes(start, 'little'):#010x}" if len(start) == 4 else f"{len(state)} bytes"
+        raise Unsupported(
+            what="the layout of this state", reason=f"begins with {begins}, not {IO_MAGIC:#010x} and a sequence id"
+        )
+    return parse_body(state, PREFIX_BYTES)
+
+
+def parse_body(data: memoryview, at: int = 0, *, whole_context: bool = False) -> KvState:
+    """As `parse`, for the body alone, from byte `at` to the end of `data`.
+
+    With `whole_context` it is the body of all sequences, as in a ggsn file: cells in any number of streams, each with the
+    ids of the sequences that it belongs to, or no cells at all.
+
+    Raises:
+        Unsupported: as `parse`.
+    """
+    found: list[KvState] = []
+    reasons: list[str] = []
+    one_by_one: OneByOne = {}
+    for dialect in _DIALECTS:
+        if found and dialect.n_stream == 0:
+            break  # with a few bytes of rows the oldest dialect, which has the fewest words to hold, fits by chance
         try:
-            return _Reader(state).sequence(rotation)
+            found.append(_Reader(data, at, dialect, whole_context, one_by_one).state())
         except _Misfit as misfit:
             reasons.append(str(misfit))
-    raise Unsupported(what="the layout of this state", reason="; or, with rotation words: ".join(reasons))
-
-
-def require_plain_sequence(state: KvState, n_tokens: int) -> None:
-    """Holds a state to what a full checkpoint of `n_tokens` tokens is: one cell at each position 0 .. n_tokens-1.
-
-    Raises:
-        Unsupported: another number of cells, or a position twice or missing.
-    """
-    if state.n_cells != n_tokens:
-        raise Unsupported(what="this state", reason=f"it has {state.n_cells} cells for {n_tokens} tokens")
-    if not np.array_equal(np.sort(state.positions), np.arange(n_tokens, dtype=np.int32)):
-        raise Unsupported(what="this state", reason=f"its positions are not 0 to {n_tokens - 1}, once each")
+    if not found:
+        reason = "; or, with rotation words: ".join(reasons[:2])
+        raise Unsupported(what="the layout of this state", reason=reason)
+    if len(found) > 1 and any(state.first is not None or state.recurrent for state in found):
+        fits = " and ".join(f"{state.memory} {state.dialect}" for state in found)
+        raise Unsupported(what="the layout of this state", reason=f"it fits more than one: {fits}")
+    return found[0]
 
 
 class _Reader:
-    """A cursor that refuses to leave the buffer."""
+    """A cursor that refuses to leave the buffer, and the grammar of one dialect."""
 
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, data: memoryview, at: int, dialect: Dialect, whole_context: bool, one_by_one: OneByOne) -> None:
+        self.one_by_one = (
+            one_by_one  # shared by all attempts: they differ in what they make of the bytes behind the cells
+        )
         self.data = data
-        self.at = 0
+        self.at = at
+        self.dialect = dialect
+        self.whole_context = whole_context
 
     def take(self, layout: str) -> tuple[int, ...]:
         size = struct.calcsize(layout)
@@ -146,58 +152,228 @@ class _Reader:
             raise _Misfit(f"byte {start} + {size} lies beyond the end at {len(self.data)}")
         return start
 
-    def sequence(self, rotation: bool) -> KvState:
-        magic, _seq_id = self.take("<Ii")
-        if magic != IO_MAGIC:
-            raise _Misfit(f"begins with {magic:#010x}, not {IO_MAGIC:#010x}")
-        (n_stream,) = self.take("<I")
-        if not 1 <= n_stream <= MAX_STREAMS:
-            raise _Misfit(f"{n_stream} streams")
-        found = None
-        for _ in range(n_stream):
-            (n_cells,) = self.take("<I")
-            if n_cells == 0:
-                continue
-            if found is not None:
-                raise _Misfit("cells in more than one stream")
-            found = self.stream(n_stream, n_cells, rotation)
-        if found is None:
-            raise _Misfit("no cells")
-        if self.at != len(self.data):
-            raise _Misfit(f"{len(self.data) - self.at} bytes are left after the last row")
-        return found
+    def state(self) -> KvState:
+        caches, recurrent = self.sections(())
+        return KvState(caches=caches, recurrent=recurrent, cell_extension=self.dialect.cell_extension)
 
-    def stream(self, n_stream: int, n_cells: int, rotation: bool) -> KvState:
-        cells = self.skip(12 * n_cells)
-        words = np.frombuffer(self.data[cells : self.at], dtype="<i4").reshape(n_cells, 3)
-        if not (words[:, 1] == 1).all():
-            raise _Misfit("a cell that does not belong to exactly one sequence")
+    def sections(self, before: tuple[Cache, ...]) -> tuple[tuple[Cache, ...], Recurrent | None]:
+        """What stands from here to the end. Whether a cache keeps V no word tells: both are tried, with V first."""
+        start = self.at
+        reason = ""  # the words, not the exception: that would hold on to this frame, and with it the caller's buffer
+        for with_v in (True, False) if len(before) < MAX_CACHES else ():
+            self.at = start
+            try:
+                cache = self.cache(with_v)
+                for other in before:
+                    _require_same_kind(other, cache)
+                return self.rest((*before, cache))
+            except _Misfit as misfit:
+                reason = reason or str(misfit)
+        self.at = start
+        try:
+            return self.recurrent_and_rest(before)
+        except _Misfit as misfit:
+            raise _Misfit(reason or str(misfit)) from None
+
+    def rest(self, caches: tuple[Cache, ...]) -> tuple[tuple[Cache, ...], Recurrent | None]:
+        left = len(self.data) - self.at
+        if left == 0:
+            return caches, None
+        try:
+            return self.sections(caches)
+        except _Misfit as misfit:
+            raise _Misfit(
+                f"{left} bytes are left after the last row, and they are no further cache: {misfit}"
+            ) from None
+
+    # -- attention ---------------------------------------------------------------------------------------------------
+
+    def cache(self, with_v: bool) -> Cache:
+        n_stream = 0
+        if self.dialect.n_stream:
+            (n_stream,) = self.take("<I")
+            if not 1 <= n_stream <= MAX_STREAMS:
+                raise _Misfit(f"{n_stream} streams")
+        streams: list[Stream] = []
+        for index in range(max(n_stream, 1)):
+            (n_cells,) = self.take("<I")
+            if n_cells == 0 and n_stream:
+                continue  # before streams, layers and types stood there even without a cell
+            if streams and not self.whole_context:
+                raise _Misfit("cells in more than one stream")
+            streams.append(self.stream(index, n_cells, with_v))
+            _require_like(streams[0], streams[-1])
+        if not streams and not self.whole_context:
+            raise _Misfit("no cells")
+        return Cache(n_stream=n_stream, streams=tuple(streams))
+
+    def stream(self, index: int, n_cells: int, with_v: bool) -> Stream:
+        cells_at = self.at
+        ids_per_cell, positions = self.ragged_cells(n_cells) if self.whole_context else self.cells(n_cells)
+        cells_end = self.at
         v_transposed, n_layer = self.take("<II")
         if v_transposed > 1 or not 1 <= n_layer <= MAX_LAYERS:
             raise _Misfit(f"v_transposed {v_transposed}, {n_layer} layers")
-        rotations = self.take("<II") if rotation else None
+        rotations = self.take("<II") if self.dialect.rotation_words else None
         k = tuple(self.rows(n_cells) for _ in range(n_layer))
         v: tuple[Rows, ...] = ()
-        if self.at < len(self.data):
+        if with_v:
             v = tuple(self.transposed(n_cells) if v_transposed else self.rows(n_cells) for _ in range(n_layer))
-        return KvState(
-            n_stream=n_stream,
-            positions=words[:, 0].astype(np.int32),
+        _require_one_type("K", k)
+        _require_one_type("V", v)
+        if self.dialect.n_stream == 0 and not v_transposed and _all_f32(k, v) and (n_cells == 1 or self.whole_context):
+            raise _Misfit("f32 rows of cells without streams are recurrent memory")
+        return Stream(
+            index=index,
+            cells_at=cells_at,
+            cells_end=cells_end,
+            ids_per_cell=ids_per_cell,
+            positions=positions,
             v_transposed=bool(v_transposed),
             rotation_words=(rotations[0], rotations[1]) if rotations else None,
             k=k,
             v=v,
         )
 
+    def cells(self, n_cells: int) -> tuple[int, Positions]:
+        """The cells of one sequence: one id each, or none in engines from before streams."""
+        ids = 1 if self.dialect.n_stream else 0
+        words = self.words(n_cells, 2 + self.dialect.cell_extension // 4 + ids)
+        if not (words[:, 1] == ids).all():
+            raise _Misfit(
+                f"a cell that does not belong to exactly {'one sequence' if ids else 'the one that is saved'}"
+            )
+        return ids, words[:, 0].astype(np.int32)
+
+    def words(self, n_cells: int, per_cell: int) -> Positions:
+        start = self.skip(4 * per_cell * n_cells)
+        return np.frombuffer(self.data[start : self.at], dtype="<i4").reshape(n_cells, per_cell)
+
+    def ragged_cells(self, n_cells: int) -> tuple[int, Positions]:
+        """The cells of a whole context, each with as many sequence ids as it says."""
+        start, fixed = self.at, 8 + self.dialect.cell_extension
+        try:
+            words = self.words(n_cells, fixed // 4 + 1)
+            if (words[:, 1] == 1).all():  # as good as always: one sequence
+                return 1, words[:, 0].astype(np.int32)
+        except _Misfit:
+            pass
+        self.at = start
+        self.skip((fixed + 4) * n_cells)  # so many bytes there must be, before a place is made for each cell
+        self.at = start
+        if n_cells > MAX_SHARED_CELLS:
+            raise _Misfit(f"{n_cells} cells of several sequences, at most {MAX_SHARED_CELLS} are read")
+        key = (start, n_cells, fixed)
+        if key not in self.one_by_one:
+            self.one_by_one[key] = self.cells_one_by_one(n_cells)
+        positions, self.at, problem = self.one_by_one[key]
+        if problem:
+            raise _Misfit(problem)
+        return -1, positions
+
+    def cells_one_by_one(self, n_cells: int) -> tuple[Positions, int, str]:
+        """Positions, the byte behind the last cell, and what is wrong with them, if something is."""
+        positions = np.empty(n_cells, dtype=np.int32)
+        try:
+            for i in range(n_cells):
+                positions[i], n_ids = self.take("<iI")
+                if not 1 <= n_ids <= MAX_SEQUENCES:
+                    return _NO_POSITIONS, self.at, f"cell {i} belongs to {n_ids} sequences"
+                self.skip(self.dialect.cell_extension + 4 * n_ids)
+        except _Misfit as misfit:
+            return _NO_POSITIONS, self.at, str(misfit)
+        return positions, self.at, ""
+
     def rows(self, n_cells: int) -> Rows:
         ggml_type, row_bytes = self.take("<iQ")
-        _, _, block_bytes = GGML_TYPES.get(ggml_type, ("", 1, 1))
+        block_bytes = ALL_TYPES[ggml_type].block_bytes if ggml_type in ALL_TYPES else 1
         if row_bytes == 0 or row_bytes % block_bytes:
             raise _Misfit(f"rows of {row_bytes} bytes of {type_name(ggml_type)}")
         return Rows(ggml_type=ggml_type, row_bytes=row_bytes, offset=self.skip(n_cells * row_bytes))
 
     def transposed(self, n_cells: int) -> Rows:
         ggml_type, element, n_embd = self.take("<iII")
-        if element == 0 or n_embd == 0:
-            raise _Misfit(f"transposed V of {n_embd} rows of {element} bytes an element")
-        return Rows(ggml_type=ggml_type, row_bytes=element * n_embd, offset=self.skip(n_cells * n_embd * element))
+        known = ALL_TYPES[ggml_type].block_bytes if ggml_type in ALL_TYPES else element
+        if element == 0 or n_embd == 0 or element != known:
+            raise _Misfit(f"transposed V of {n_embd} rows of {element} bytes an element of {type_name(ggml_type)}")
+        offset = self.skip(n_cells * n_embd * element)
+        return Rows(ggml_type=ggml_type, row_bytes=element * n_embd, offset=offset, element_bytes=element)
+
+    # -- recurrent memory --------------------------------------------------------------------------------------------
+
+    def recurrent_and_rest(self, before: tuple[Cache, ...]) -> tuple[tuple[Cache, ...], Recurrent | None]:
+        """Recurrent cells to the end, or up to an indexer's cache behind them."""
+        if not before and self.dialect != _DIALECTS[0]:
+            raise _Misfit("recurrent memory alone has but one dialect")
+        (n_cells,) = self.take("<I")
+        _, positions = self.ragged_cells(n_cells) if self.whole_context else self.recurrent_cells(n_cells)
+        transposed, n_layer = self.take("<II")
+        if transposed or not 1 <= n_layer <= MAX_LAYERS:
+            raise _Misfit(f"s_transposed {transposed}, {n_layer} layers of recurrent memory")
+        rows: list[Rows] = []
+        while self.at < len(self.data):
+            if rows and len(rows) % 2 == 0 and (indexer := self.indexer(before)):
+                return (*before, indexer), Recurrent(positions=positions, n_layer=n_layer, rows=tuple(rows))
+            rows.append(self.recurrent_rows(n_cells))
+        if len(rows) % 2 or not 2 <= len(rows) <= 2 * n_layer:
+            raise _Misfit(f"{len(rows)} rows of recurrent memory in {n_layer} layers")
+        return before, Recurrent(positions=positions, n_layer=n_layer, rows=tuple(rows))
+
+    def recurrent_cells(self, n_cells: int) -> tuple[int, Positions]:
+        if n_cells != 1:  # one sequence has one state
+            raise _Misfit(f"{n_cells} recurrent cells of one sequence")
+        words = self.words(n_cells, 2)
+        if words[0, 1] != 0:
+            raise _Misfit("a recurrent cell with sequence ids")
+        return 0, words[:, 0].astype(np.int32)
+
+    def recurrent_rows(self, n_cells: int) -> Rows:
+        """R or S of a layer, f32 in every model; S of models with nothing but short convolutions has rows of no bytes."""
+        ggml_type, row_bytes = self.take("<iQ")
+        if ggml_type != _F32 or row_bytes % 4:
+            raise _Misfit(f"recurrent rows of {row_bytes} bytes of {type_name(ggml_type)}")
+        return Rows(ggml_type=ggml_type, row_bytes=row_bytes, offset=self.skip(n_cells * row_bytes))
+
+    def indexer(self, before: tuple[Cache, ...]) -> Cache | None:
+        """A cache that reaches exactly to the end; the cursor stays where it was when there is none."""
+        start = self.at
+        for with_v in (False, True) if before and len(before) < MAX_CACHES else ():
+            try:
+                cache = self.cache(with_v)
+                if self.at == len(self.data):
+                    return cache
+            except _Misfit:
+                pass
+            self.at = start
+        return None
+
+
+def _require_one_type(part: str, rows: tuple[Rows, ...]) -> None:
+    """All layers of a cache have one type of K and one of V: that is how a cache is made (`llama_kv_cache`, type_k, type_v)."""
+    for layer, of_layer in enumerate(rows):
+        if of_layer.ggml_type != rows[0].ggml_type:
+            types = f"{type_name(of_layer.ggml_type)}, of layer 0 {type_name(rows[0].ggml_type)}"
+            raise _Misfit(f"{part} of layer {layer} is {types}")
+
+
+def _require_like(one: Stream, two: Stream) -> None:
+    """All streams of a cache are made alike; their rows, too."""
+    for part in ("k", "v"):
+        shapes = [[(r.ggml_type, r.row_bytes, r.element_bytes) for r in getattr(stream, part)] for stream in (one, two)]
+        if shapes[0] != shapes[1]:
+            raise _Misfit(f"{part.upper()} of stream {two.index} has other types or rows than of stream {one.index}")
+    if (one.v_transposed, one.rotation_words) != (two.v_transposed, two.rotation_words):
+        raise _Misfit(f"V or rotation of stream {two.index} stands otherwise than of stream {one.index}")
+
+
+def _require_same_kind(one: Cache, two: Cache) -> None:
+    """Caches that keep V are of one kind (sliding window or not) and one type; an indexer's, without V, may be of another."""
+    if not one.streams or not two.streams or not (one.streams[0].v and two.streams[0].v):
+        return
+    kinds = [(s.k[0].ggml_type, s.v[0].ggml_type, s.v_transposed) for s in (one.streams[0], two.streams[0])]
+    if kinds[0] != kinds[1] or one.n_stream != two.n_stream:
+        raise _Misfit("a further cache has other types of K and V, or other streams, than the first")
+
+
+def _all_f32(k: tuple[Rows, ...], v: tuple[Rows, ...]) -> bool:
+    return all(rows.ggml_type == _F32 for rows in (*k, *v))

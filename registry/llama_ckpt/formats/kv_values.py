@@ -1,0 +1,108 @@
+"""Whether the numbers in a state can be numbers: NaN or Inf in one cell reaches every later prompt through attention. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llama_ckpt.formats import kv_state
+from llama_ckpt.formats.ggml_types import ALL_TYPES, FLOAT_EXPONENTS, SCALE_WORDS
+from llama_ckpt.formats.kv_layout import KvState, Rows
+
+_F16_EXPONENT = 0x7C00
+_AT_ONCE = 1 << 20  # values looked at in one go: a few MiB of scratch, however large the state
+
+
+class BadValue(NamedTuple):
+    """The first value that is no finite number. `layer` counts over all caches, `cell` from 0 in its cache and stream."""
+
+    layer: int
+    part: str
+    cell: int
+
+    def __str__(self) -> str:
+        return f"{self.part} of layer {self.layer}, cell {self.cell}"
+
+
+def not_finite(state: memoryview) -> BadValue | None:
+    """The first layer, part ("K", "V", or "R/S" of recurrent memory) and cell with a NaN or an infinite value; else None.
+
+    Looks at every value of f32, f16 and bf16 rows, and at the f16 scales of quantised ones. Values of other types pass.
+
+    Raises:
+        Unsupported: the bytes are no sequence's state in a layout known here.
+    """
+    return first_not_finite(state, kv_state.parse(state))
+
+
+def first_not_finite(data: memoryview, state: KvState) -> BadValue | None:
+    """As `not_finite`, for bytes that were parsed already (a body, or a whole context's)."""
+    for layer, part, rows, n_cells in _all_rows(state):
+        cell = _first_bad_cell(data, rows, n_cells)
+        if cell is not None:
+            return BadValue(layer, part, cell)
+    return None
+
+
+def _all_rows(state: KvState) -> Iterator[tuple[int, str, Rows, int]]:
+    """Every layer's rows, with K before V, and how many cells they have."""
+    layer = 0
+    for cache in state.caches:
+        for stream in cache.streams:
+            n_cells = len(stream.positions)
+            for i, rows in enumerate(stream.k):
+                yield layer + i, "K", rows, n_cells
+                if stream.v:
+                    yield layer + i, "V", stream.v[i], n_cells
+        layer += len(cache.streams[0].k) if cache.streams else 0
+    if state.recurrent:
+        half = len(state.recurrent.rows) // 2
+        for i, rows in enumerate(state.recurrent.rows):
+            yield layer + i % half, "R/S", rows, len(state.recurrent.positions)
+
+
+def _first_bad_cell(data: memoryview, rows: Rows, n_cells: int) -> int | None:
+    if rows.ggml_type in FLOAT_EXPONENTS:
+        kind, exponent = FLOAT_EXPONENTS[rows.ggml_type]
+        width = np.dtype(kind).itemsize
+        found = _search(data, rows.offset, n_cells * rows.row_bytes // width, kind, exponent)
+        if found is None:
+            return None
+        return found % n_cells if rows.element_bytes else found // (rows.row_bytes // width)
+    if rows.ggml_type in SCALE_WORDS:
+        block_bytes = ALL_TYPES[rows.ggml_type].block_bytes
+        words = SCALE_WORDS[rows.ggml_type]
+        block = _search_scales(data, rows.offset, n_cells * rows.row_bytes // block_bytes, block_bytes, words)
+        if block is None:
+            return None
+        return block % n_cells if rows.element_bytes else block // (rows.row_bytes // block_bytes)
+    return None
+
+
+def _search(data: memoryview, offset: int, count: int, kind: str, exponent: int) -> int | None:
+    """The index of the first of `count` floats whose exponent is all ones."""
+    values = np.frombuffer(data, dtype=kind, count=count, offset=offset)
+    for start in range(0, count, _AT_ONCE):
+        bad = _all_ones(values[start : start + _AT_ONCE], exponent)
+        if bad.any():
+            return start + int(bad.argmax())
+    return None
+
+
+def _search_scales(data: memoryview, offset: int, n_blocks: int, block_bytes: int, words: int) -> int | None:
+    """The index of the first of `n_blocks` blocks with a scale or minimum (f16, at its head) that is not finite."""
+    blocks = np.frombuffer(data, dtype=np.uint8, count=n_blocks * block_bytes, offset=offset)
+    heads = blocks.reshape(n_blocks, block_bytes)[:, : 2 * words]
+    for start in range(0, n_blocks, _AT_ONCE):
+        scales = np.ascontiguousarray(heads[start : start + _AT_ONCE]).view("<u2")
+        bad = _all_ones(scales, _F16_EXPONENT).any(axis=1)
+        if bad.any():
+            return start + int(bad.argmax())
+    return None
+
+
+def _all_ones(values: NDArray[Any], exponent: int) -> NDArray[np.bool_]:
+    return np.asarray((values & values.dtype.type(exponent)) == exponent)
