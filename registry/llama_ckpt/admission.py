@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from llama_ckpt import retention
 from llama_ckpt.db import collecting, coordination, queries
-from llama_ckpt.errors import DatabaseUnavailable, StoreUnavailable, UnsafePath
+from llama_ckpt.errors import Conflict, DatabaseUnavailable, StoreUnavailable, UnsafePath
 from llama_ckpt.gc_values import Candidate, Disk, SeenRow
 from llama_ckpt.parts import Parts
 from llama_ckpt.values import NewCheckpoint, StaleReason
@@ -82,6 +82,13 @@ def _limits(parts: Parts) -> list[str]:
 
 def _claim(parts: Parts, claim: bytes, size: int) -> int:
     """Reserves the bytes if they fit, and gives 0 then; else how many are lacking."""
+    try:
+        return _claim_once(parts, claim, size)
+    except Conflict:  # another made the row that all queue at, at this moment: it is there now
+        return _claim_once(parts, claim, size)
+
+
+def _claim_once(parts: Parts, claim: bytes, size: int) -> int:
     with parts.database.write() as db:
         collecting.queue_for_budget(db)
         reserved = coordination.claimed_bytes(db)
