@@ -192,7 +192,7 @@ class Collector:
 
     def _take_rows(self, batch: Sequence[GcItem], claim: bytes) -> list[tuple[GcItem, str]]:
         """Deletes or marks the rows of a batch; says of each item whether its file may go."""
-        gone = [i for i in batch if i.kind is GcKind.MISSING and self._is_gone(i.path)]
+        gone = [i for i in batch if i.kind is GcKind.MISSING and self._store.is_gone(i.path)]
         stale = [i.row for i in batch if i.row and i.kind is not GcKind.MISSING]
         with self._database.write() as db:
             named = collecting.known_paths(db, [i.path for i in batch if i.row is None])
@@ -202,12 +202,6 @@ class Collector:
             freeing = sum(item.size_bytes for item, result in results if result == "file" and item.row)
             coordination.take_claim(db, claim, self._holder, freeing, _LEASE_S)
         return results
-
-    def _is_gone(self, path: str) -> bool:
-        try:
-            return self._store.size(path) is None
-        except UnsafePath:
-            return True
 
     def _finish(self, item: GcItem, result: str) -> tuple[GcItem, str, int]:
         """Unlinks the file where it may go; gives what happened and the bytes freed."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llama_ckpt import store_probe
-from llama_ckpt.db.connect import _NETWORK as NETWORK
+from llama_ckpt.db.connect import NETWORK
 from llama_ckpt.diagnosis import Diagnosis, fail, guarded, not_checked, of_clocks, ok, size, warn
 from llama_ckpt.gc_values import Disk
 from llama_ckpt.retention import Policy

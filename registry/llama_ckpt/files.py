@@ -231,6 +231,17 @@ class Store:
                 return None
             return found.st_size if stat.S_ISREG(found.st_mode) else None
 
+    def is_gone(self, relative: str) -> bool:
+        """Whether no file of ours is under a row's path: nothing is there, or what is there cannot be ours.
+
+        Raises:
+            StoreUnavailable: the system cannot say.
+        """
+        try:
+            return self.size(relative) is None
+        except UnsafePath:
+            return True
+
     def modified_ns(self, relative: str) -> int:
         """When a stored file was written or touched, in ns since 1970.
 

@@ -104,15 +104,8 @@ class Planner:
 
     def _missing_item(self, row: StoredFile, now_us: int) -> Iterator[GcItem]:
         # A file that was saved after the walk is not in it: the file itself decides.
-        if self.is_gone(row.file_path):
+        if self._store.is_gone(row.file_path):
             yield _item(row, GcKind.MISSING, "its file is gone", (now_us - row.created_us) / _S, 0)
-
-    def is_gone(self, path: str) -> bool:
-        """Whether nothing of ours can be under a row's path."""
-        try:
-            return self._store.size(path) is None
-        except UnsafePath:
-            return True  # no file of ours can be there, and what is there is not ours
 
     def _judge_ghost(self, entry: Entry, found: _Found, seen: Mapping[str, int]) -> None:
         """Goes now, waits, or is nobody's business yet."""

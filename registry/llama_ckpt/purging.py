@@ -122,12 +122,6 @@ class Purger:
             raise StoreUnavailable(path=self._store.root, reason=reason)
         return freed
 
-    def _is_there(self, path: str) -> bool:
-        try:
-            return self._store.size(path) is not None
-        except UnsafePath:
-            return False
-
     def _ghosts(self, purge: Purge) -> Iterator[str]:
         """Files without a row that are of what is purged, as far as their headers tell; with `everything` all of them."""
         entries = [entry for entry in self._store.walk() if entry.kind != "foreign"]
@@ -151,7 +145,7 @@ class Purger:
 
     def _prove(self, purge: Purge, paths: Sequence[str]) -> None:
         left = [path for _, path in self.plan(purge)]
-        left += [path for path in paths if self._is_there(path)]
+        left += [path for path in paths if not self._store.is_gone(path)]
         left += list(self._ghosts(purge))
         if left:
             reason = (

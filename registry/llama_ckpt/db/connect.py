@@ -24,7 +24,7 @@ _CONNECT_TIMEOUT_S = 10
 _MOUNTS = Path("/proc/self/mountinfo")
 _CREATING = threading.Lock()
 # File systems on which SQLite's WAL cannot work: its shared memory needs one machine.
-_NETWORK = (
+NETWORK = (
     "nfs",
     "nfs4",
     "cifs",
@@ -218,7 +218,7 @@ def _engine(url: URL, *, foreign_keys: bool = True, **options: Any) -> sa.Engine
 
 def _require_local(path: Path) -> None:
     kind = file_system_of(path.absolute(), _MOUNTS.read_text(encoding="utf-8") if _MOUNTS.exists() else "")
-    if kind in _NETWORK:
+    if kind in NETWORK:
         reason = (
             f"it is on a network file system ({kind}), where SQLite's write-ahead log cannot work and rows would be lost."
             " Name a --database-url on a local disk, or PostgreSQL; the store may stay where it is"
