@@ -26,6 +26,7 @@ def decide(
             reason="the same input, by SHA-256",
             input_hash=of_input,
             checkpoint=best,
+            n_matching=best.n_tokens,
             n_reusable=max(0, best.n_tokens - 1),
         )
     if not others:

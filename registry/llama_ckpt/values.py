@@ -172,14 +172,15 @@ class Difference:
 class MatchResult:
     """The answer to "which checkpoint matches this input?".
 
-    `n_reusable` is the count of tokens whose evaluation a restore spares: at most n-1, since a restored state has no
-    logits and the last token is decoded again. `nearest` and `differences` explain a `NO_MATCH`, `error` a `FAILED`.
+    `n_matching` is the count of tokens that input and checkpoint begin with alike; `n_reusable` that of tokens whose evaluation
+    a restore spares: at most n-1, since a restored state has no logits and the last token is decoded again. `nearest` and `differences` explain a `NO_MATCH`, `error` a `FAILED`.
     """
 
     outcome: Outcome
     reason: str
     input_hash: bytes
     checkpoint: Checkpoint | None = None
+    n_matching: int = 0
     n_reusable: int = 0
     nearest: Checkpoint | None = None
     differences: tuple[Difference, ...] = ()
