@@ -10,10 +10,10 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from llama_ckpt import explaining, retention
 from llama_ckpt.db import collecting, coordination, queries
@@ -31,7 +31,9 @@ DEFAULT_STALE_GRACE_S = Policy().stale_grace_s
 DEFAULT_GHOST_GRACE_S = Policy().ghost_grace_s
 _LEASE = "gc"
 _LEASE_S = 300.0
-_BATCH = 200
+_FIRST_BATCH = 100
+_MOST = 2000
+_HOLDS_S = 0.02  # about as long as a transaction may hold up savers on SQLite, which has one writer at a time
 
 T = TypeVar("T")
 
@@ -39,13 +41,51 @@ T = TypeVar("T")
 NOTHING = GcPlan(items=(), findings=(), n_files=0, n_rows=0)
 
 
+def never() -> bool:
+    """Whether to stop: no."""
+    return False
+
+
 @dataclass(slots=True)
 class _Progress:
-    """What a run has done so far."""
+    """What a run has done so far. The record of a batch, and the end of its `claim`, are written with the rows of the next:
+    one transaction a batch.
+    """
 
     done: list[tuple[GcItem, str]] = field(default_factory=list)
+    n_recorded: int = 0
+    claim: bytes = b""
     freed: int = 0
     n_failed: int = 0
+
+    def add(self, outcomes: Sequence[tuple[GcItem, str, int]]) -> None:
+        self.done += [(item, result) for item, result, _ in outcomes]
+        self.freed += sum(size for _, _, size in outcomes)
+        self.n_failed += sum(result.startswith("failed") for _, result, _ in outcomes)
+
+
+class _Pace:
+    """Cuts work into batches of which each transaction takes about `_HOLDS_S`."""
+
+    def __init__(self) -> None:
+        self._size = _FIRST_BATCH
+
+    def batches(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
+        at = 0
+        while at < len(items):
+            batch = items[at : at + self._size]
+            at += len(batch)
+            yield batch
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        took_s = time.monotonic() - started
+        if took_s < _HOLDS_S / 2:
+            self._size = min(self._size * 2, _MOST)
+        elif took_s > _HOLDS_S:
+            self._size = max(self._size // 2, _FIRST_BATCH)
 
 
 class Collector:
@@ -85,30 +125,36 @@ class Collector:
             disk = Disk(free=free, total=total, pending=collecting.pending_bytes(db))
             return explaining.explain(collecting.candidates(db), row, policy, queries.clock_us(db), disk)
 
-    def prune(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
+    def prune(self, verdicts: Sequence[Verdict], stopped: Callable[[], bool] = never) -> list[Verdict]:
         """Marks the rows of a prune plan STALE and gives those it marked. A row that was used, pinned or leased since the
-        plan stays ACTIVE. If it is interrupted, the rows of whole batches are marked and the next run does the rest.
+        plan stays ACTIVE. If it is interrupted, or `stopped` says so between two batches, the rows of whole batches are marked
+        and the next run does the rest.
 
         Raises:
-            Busy: another run is under way.
+            Busy: another run is under way, or took over.
             DatabaseUnavailable: the database failed; what was committed stays marked.
         """
         marked: list[Verdict] = []
+        pace = _Pace()
         with self.only_run() as fence:
             run_no = self._start("prune")
             try:
                 # Newest first: a delta is marked before its parent, or with it.
-                for batch in _batches(sorted(verdicts, key=lambda v: -v.row.ckpt_no)):
-                    self._renew(fence)
-                    marked += self._mark(run_no, batch, len(marked))
+                for batch in pace.batches(sorted(verdicts, key=lambda v: -v.row.ckpt_no)):
+                    if stopped():
+                        break
+                    with pace.timed():
+                        marked += self._mark(run_no, fence, batch, len(marked))
             finally:
-                self._end(run_no, n_items=len(marked), n_failed=0, freed_bytes=0)
+                with self._database.write() as db:
+                    coordination.end_run(db, run_no, n_items=len(marked), n_failed=0, freed_bytes=0)
         numbers = {verdict.row.ckpt_no for verdict in marked}
         return [verdict for verdict in verdicts if verdict.row.ckpt_no in numbers]
 
-    def _mark(self, run_no: int, batch: Sequence[Verdict], first: int) -> list[Verdict]:
+    def _mark(self, run_no: int, fence: int, batch: Sequence[Verdict], first: int) -> list[Verdict]:
         """One transaction: the rows of a batch that nothing happened to, and their record."""
         with self._database.write() as db:
+            _renew(db, fence)
             numbers: set[int] = set()
             for reason in sorted({v.stale_reason for v in batch}):
                 rows = [v.row for v in batch if v.stale_reason is reason]
@@ -145,29 +191,37 @@ class Collector:
         planner = Planner(self._parts, stale_grace_s=stale_grace_s, ghost_grace_s=ghost_grace_s, at_once=at_once)
         return planner.plan(only, force)
 
-    def run(self, plan: GcPlan, *, max_duration_s: float | None = None, max_delete: int | None = None) -> GcReport:
+    def run(
+        self,
+        plan: GcPlan,
+        *,
+        max_duration_s: float | None = None,
+        max_delete: int | None = None,
+        stopped: Callable[[], bool] = never,
+    ) -> GcReport:
         """Carries a plan out. What was used, pinned, leased or registered since the plan survives; one file that cannot be
         deleted is reported and does not stop the rest. Interrupted at any point, the next run finishes the work.
-        After `max_duration_s` no new batch begins, and at most `max_delete` items are worked on.
+        After `max_duration_s`, or when `stopped` says so, no new batch begins, and at most `max_delete` items are worked on.
 
         Raises:
             Busy: another run is under way, or took over.
             DatabaseUnavailable: the database failed; files of rows that were deleted are collected by the next run.
         """
-        progress, started = _Progress(), time.monotonic()
-        items = plan.items[:max_delete]
+        progress, pace, started = _Progress(), _Pace(), time.monotonic()
         with self.only_run() as fence:
             self._store.claim(self._parts.registry_id)  # an unmarked store gets here by force only, or empty
             run_no = self._start("gc")
             try:
-                for batch in _batches(items):
-                    if max_duration_s is not None and time.monotonic() - started >= max_duration_s:
+                for batch in pace.batches(plan.items[:max_delete]):
+                    if stopped() or (max_duration_s is not None and time.monotonic() - started >= max_duration_s):
                         break
-                    self._renew(fence)
-                    self._collect(run_no, batch, progress)
+                    with pace.timed():
+                        results = self._take_rows(run_no, fence, batch, progress)
+                    self._parts.hook("rows deleted")
+                    progress.add([self._finish(item, result) for item, result in results])
                 self._remember(plan, progress)
             finally:
-                self._end(run_no, n_items=len(progress.done), n_failed=progress.n_failed, freed_bytes=progress.freed)
+                self._end(run_no, progress)
         return GcReport(
             run_no=run_no,
             done=tuple(progress.done),
@@ -176,32 +230,32 @@ class Collector:
             n_left=len(plan.items) - len(progress.done),
         )
 
-    def _collect(self, run_no: int, batch: Sequence[GcItem], progress: _Progress) -> None:
-        """One batch: its rows in one transaction, then its files, then the record."""
-        # Until the files are gone their bytes are in use, though no row counts them: a claim does.
-        claim = secrets.token_bytes(32)
-        results = self._take_rows(batch, claim)
-        self._parts.hook("rows deleted")
-        outcomes = [self._finish(item, result) for item, result in results]
-        with self._database.write() as db:
-            coordination.add_run_items(db, run_no, len(progress.done), [(i, r) for i, r, _ in outcomes])
-            coordination.drop_claim(db, claim, self._holder)
-        progress.done += [(item, result) for item, result, _ in outcomes]
-        progress.freed += sum(size for _, _, size in outcomes)
-        progress.n_failed += sum(result.startswith("failed") for _, result, _ in outcomes)
-
-    def _take_rows(self, batch: Sequence[GcItem], claim: bytes) -> list[tuple[GcItem, str]]:
-        """Deletes or marks the rows of a batch; says of each item whether its file may go."""
+    def _take_rows(
+        self, run_no: int, fence: int, batch: Sequence[GcItem], progress: _Progress
+    ) -> list[tuple[GcItem, str]]:
+        """One transaction: the record of the batch before; the rows of this one deleted or marked. Says of each item whether
+        its file may go.
+        """
         gone = [i for i in batch if i.kind is GcKind.MISSING and self._store.is_gone(i.path)]
         stale = [i.row for i in batch if i.row and i.kind is not GcKind.MISSING]
+        # Until the files are gone their bytes are in use, though no row counts them: a claim does.
+        claim = secrets.token_bytes(32)
         with self._database.write() as db:
+            _renew(db, fence)
+            self._record(db, run_no, progress)
             named = collecting.known_paths(db, [i.path for i in batch if i.row is None])
             marked = collecting.mark_untouched(db, [i.row for i in gone if i.row], StaleReason.MISSING)
             deleted = collecting.delete_untouched(db, stale)
             results = [(item, _result(item, named, marked, deleted)) for item in batch]
             freeing = sum(item.size_bytes for item, result in results if result == "file" and item.row)
             coordination.take_claim(db, claim, self._holder, freeing, _LEASE_S)
+        progress.n_recorded, progress.claim = len(progress.done), claim
         return results
+
+    def _record(self, db: Any, run_no: int, progress: _Progress) -> None:
+        """Writes what was done and not yet recorded. What it says of is gone: its claim ends."""
+        coordination.add_run_items(db, run_no, progress.n_recorded, progress.done[progress.n_recorded :])
+        coordination.drop_claim(db, progress.claim, self._holder)
 
     def _finish(self, item: GcItem, result: str) -> tuple[GcItem, str, int]:
         """Unlinks the file where it may go; gives what happened and the bytes freed."""
@@ -236,15 +290,17 @@ class Collector:
         except (StoreUnavailable, UnsafePath):
             return None  # it is not among the files that a walk finds
 
-    def sweep(self, policy: Policy) -> Sweep:
-        """Prunes by the policy, then frees what is due: what a schedule does at each run.
+    def sweep(self, policy: Policy, stopped: Callable[[], bool] = never) -> Sweep:
+        """Prunes by the policy, then frees what is due: what a schedule does at each run. When `stopped` says so it ends after
+        the batch at hand.
 
         Raises:
             Busy: another run is under way.
             EvidenceRefused, StoreUnavailable, DatabaseUnavailable: as `plan` and `run`.
         """
-        marked = self.prune(self.plan_prune(policy))
-        report = self.run(self.plan(stale_grace_s=policy.stale_grace_s, ghost_grace_s=policy.ghost_grace_s))
+        marked = self.prune(self.plan_prune(policy), stopped)
+        plan = self.plan(stale_grace_s=policy.stale_grace_s, ghost_grace_s=policy.ghost_grace_s)
+        report = self.run(plan, stopped=stopped)
         return Sweep(
             n_marked=len(marked), n_items=len(report.done), n_failed=report.n_failed, freed_bytes=report.freed_bytes
         )
@@ -274,25 +330,27 @@ class Collector:
             with self._database.write() as db:
                 coordination.drop_lease(db, _LEASE, fence)
 
-    def _renew(self, fence: int) -> None:
-        with self._database.write() as db:
-            held = coordination.renew_lease(db, _LEASE, fence, _LEASE_S)
-            holder, left = coordination.lease_holder(db, _LEASE)
-        if not held:
-            raise Busy(what="prune or gc", holder=holder, seconds_left=left)
-
     def _start(self, kind: str) -> int:
         with self._database.write() as db:
             return coordination.start_run(db, kind, self._holder)
 
-    def _end(self, run_no: int, *, n_items: int, n_failed: int, freed_bytes: int) -> None:
+    def _end(self, run_no: int, progress: _Progress) -> None:
         with self._database.write() as db:
-            coordination.end_run(db, run_no, n_items=n_items, n_failed=n_failed, freed_bytes=freed_bytes)
+            self._record(db, run_no, progress)
+            coordination.end_run(
+                db, run_no, n_items=len(progress.done), n_failed=progress.n_failed, freed_bytes=progress.freed
+            )
 
 
-def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    for i in range(0, len(items), _BATCH):
-        yield items[i : i + _BATCH]
+def _renew(db: Any, fence: int) -> None:
+    """Puts off the lease's expiry, in the transaction of the work.
+
+    Raises:
+        Busy: another took it.
+    """
+    if not coordination.renew_lease(db, _LEASE, fence, _LEASE_S):
+        holder, left = coordination.lease_holder(db, _LEASE)
+        raise Busy(what="prune or gc", holder=holder, seconds_left=left)
 
 
 def _marked(verdict: Verdict) -> GcItem:

@@ -339,18 +339,24 @@ class Store:
     def _locate(self, relative: str) -> Path:
         if not _PATH.fullmatch(relative):
             raise UnsafePath(path=relative, reason="not a path that this store gives")
-        folder = self.root
+        folder = os.fspath(self.root)
         for part in relative.split("/")[:-1]:
-            folder = folder / part
+            folder = f"{folder}/{part}"
             _require_plain_folder(folder)
         return self.root / relative
 
 
-def _require_plain_folder(folder: Path) -> None:
-    """Nothing there yet is fine; a symlink, even to a folder, is not."""
-    with told(folder), contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISDIR(folder.lstat().st_mode):
-            raise UnsafePath(path=folder, reason="it is a symlink or no folder")
+def _require_plain_folder(folder: str | Path) -> None:
+    """Nothing there yet is fine; a symlink, even to a folder, is not. Asked for every file that gc takes: as text, and quickly."""
+    try:
+        mode = os.lstat(folder).st_mode
+    except FileNotFoundError:
+        return
+    except OSError:
+        with told(Path(folder)):
+            raise
+    if not stat.S_ISDIR(mode):
+        raise UnsafePath(path=folder, reason="it is a symlink or no folder")
 
 
 def _shards(folder: str) -> list[str]:

@@ -23,7 +23,7 @@ from apscheduler.events import EVENT_JOB_MAX_INSTANCES
 from apscheduler.executors.base import BaseExecutor, run_job
 from apscheduler.schedulers.background import BackgroundScheduler
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector import Collector, never
 from llama_ckpt.db import schedules as rows
 from llama_ckpt.errors import Busy, Conflict, DatabaseUnavailable, LlamaCkptError
 from llama_ckpt.gc_values import Sweep
@@ -139,7 +139,7 @@ class CollectorSchedule:
         log.info("schedule %s: next run %s", self.spec, _shown(first))
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Ends the schedule: no run begins any more, the one in progress is waited for, the row says "stopped". After
+        """Ends the schedule: no run begins any more, the one in progress ends after the batch at hand, the row says "stopped". After
         `timeout_s` seconds a run is left to itself; it ends with the process. Not to be called from `on_run`.
         """
         scheduler, self._scheduler = self._scheduler, None
@@ -202,7 +202,7 @@ class CollectorSchedule:
         if job is None:
             return  # stopped meanwhile
         self._store_next(job.next_run_time)
-        run = _collect(self._parts, self._policy, job.next_run_time)
+        run = _collect(self._parts, self._policy, job.next_run_time, lambda: self._scheduler is None)
         self._keep(lambda db: rows.finished(db, self.holder, run.result))
         _tell(run)
         if self._on_run is not None:
@@ -253,7 +253,7 @@ def run_once(parts: Parts, policy: Policy, *, name: str | None = None) -> Schedu
 
     A failure is in the answer, not raised, and nothing of it is logged but a fault of the program.
     """
-    run = _collect(parts, policy, None)
+    run = _collect(parts, policy, None, never)
     holder = holder_of(parts, name, "timer of ")
 
     def write(db: Any) -> None:
@@ -306,10 +306,10 @@ def random_delay_s(jitter_s: float) -> float:
     return random.uniform(0, jitter_s)  # noqa: S311 - no secret
 
 
-def _collect(parts: Parts, policy: Policy, next_at: datetime | None) -> ScheduledRun:
+def _collect(parts: Parts, policy: Policy, next_at: datetime | None, stopped: Callable[[], bool]) -> ScheduledRun:
     next_us = None if next_at is None else round(next_at.timestamp() * _S)
     try:
-        sweep = Collector(parts).sweep(policy)
+        sweep = Collector(parts).sweep(policy, stopped)
     except Busy as busy:
         return ScheduledRun(result=f"{BUSY}: {busy}", problem=busy, next_us=next_us)
     except LlamaCkptError as error:

@@ -442,8 +442,30 @@ def test_a_run_that_lost_its_lease_stops_before_the_next_batch(registry, engine,
     plan = collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id)
     with pytest.raises(Busy, match="held by thief"):
         collector.run(plan)
-    assert len(list(registry.store.root.rglob("*.llam"))) == 50
+    n_left = len(list(registry.store.root.rglob("*.llam")))
+    assert 0 < n_left < 250
+    assert collector.runs()[0].n_items == 250 - n_left  # what was done is on record
     left_in_store.add("orphan")
+
+
+def test_a_run_that_is_told_to_stop_ends_after_the_batch_at_hand_and_the_next_one_does_the_rest(registry, collector):
+    for i in range(250):
+        plant(registry, path_of(f"{i:032x}"))
+    plan = collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id)
+    asked = iter([False, True])
+    report = collector.run(plan, stopped=lambda: next(asked))
+    assert 0 < report.n_left == 250 - len(report.done)
+    assert [run.n_items for run in collector.runs()] == [len(report.done)]
+    again = collector.run(collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id))
+    assert len(again.done) == report.n_left
+
+
+def test_a_prune_that_is_told_to_stop_marks_nothing_more(registry, engine, collector):
+    for i in range(3):
+        registry.save(engine, f"input {i}")
+    verdicts = collector.plan_prune(Policy(max_count=1))
+    assert collector.prune(verdicts, lambda: True) == []
+    assert len(collector.prune(verdicts)) == 2
 
 
 def test_two_registries_may_share_a_database_server_but_not_a_store(tmp_path, engine):

@@ -169,7 +169,7 @@ def test_a_run_that_meets_another_one_says_so_and_is_no_failure(registry, runs, 
 def test_a_run_that_fails_is_logged_and_recorded_and_the_schedule_goes_on(registry, runs, caplog, monkeypatch, error):
     outcomes = iter([error])
 
-    def sweep(_self, _policy):
+    def sweep(_self, _policy, _stopped):
         if (failure := next(outcomes, None)) is not None:
             raise failure
         return NOTHING
@@ -206,7 +206,7 @@ def test_a_fault_of_the_program_is_logged_with_its_traceback_and_the_schedule_go
 ):
     outcomes = iter([ZeroDivisionError("no such luck")])
 
-    def sweep(_self, _policy):
+    def sweep(_self, _policy, _stopped):
         if (failure := next(outcomes, None)) is not None:
             raise failure
         return NOTHING
@@ -442,7 +442,7 @@ def test_a_long_name_of_host_and_store_is_cut_and_stays_one_name(registry, tmp_p
 
 
 def test_any_text_of_an_error_fits_into_the_row(registry, runs, monkeypatch):
-    def sweep(_self, _policy):
+    def sweep(_self, _policy, _stopped):
         raise StoreUnavailable(path="/store/\udcff\0" + "long" * 300, reason="it is broken")
 
     monkeypatch.setattr(Collector, "sweep", sweep)
