@@ -347,7 +347,7 @@ class Store:
 
 
 def _require_plain_folder(folder: str | Path) -> None:
-    """Nothing there yet is fine; a symlink, even to a folder, is not. Asked for every file that gc takes: as text, and quickly."""
+    """Nothing there yet is fine; a symlink, even to a folder, is not. As text: gc asks it for every file."""
     try:
         mode = os.lstat(folder).st_mode
     except FileNotFoundError:

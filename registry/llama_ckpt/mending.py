@@ -78,7 +78,7 @@ class Mender:
                 stays so.
         """
         # An unmarked store is a new one while there are no rows: one whose database was lost, say.
-        if self._parts.store.owner() is None and self._parts.database.query(queries.count_rows) == 0:
+        if self._parts.store.owner() is None and self._parts.database.query(queries.is_empty):
             self._parts.store.claim(self._parts.registry_id)
         self._parts.require_store()
         return [(finding, self._repair(finding)) for finding in findings]

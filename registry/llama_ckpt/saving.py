@@ -134,7 +134,7 @@ def _stands_for(row: Checkpoint, engine: Engine, given: Input, instead_of: Check
 
 def _claim_store(parts: Parts) -> None:
     """The first save marks the store. Later on an unmarked store is a wrong or unmounted one: nothing is written there."""
-    if parts.store.owner() is None and parts.database.query(queries.count_rows) == 0:
+    if parts.store.owner() is None and parts.database.query(queries.is_empty):
         parts.store.claim(parts.registry_id)
     parts.require_store()
 

@@ -139,8 +139,8 @@ class CollectorSchedule:
         log.info("schedule %s: next run %s", self.spec, _shown(first))
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Ends the schedule: no run begins any more, the one in progress ends after the batch at hand, the row says "stopped". After
-        `timeout_s` seconds a run is left to itself; it ends with the process. Not to be called from `on_run`.
+        """Ends the schedule: no run begins any more, the one in progress ends after the batch at hand, the row says "stopped".
+        After `timeout_s` seconds a run is left to itself; it ends with the process. Not to be called from `on_run`.
         """
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is None:

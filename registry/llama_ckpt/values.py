@@ -173,7 +173,8 @@ class MatchResult:
     """The answer to "which checkpoint matches this input?".
 
     `n_matching` is the count of tokens that input and checkpoint begin with alike; `n_reusable` that of tokens whose evaluation
-    a restore spares: at most n-1, since a restored state has no logits and the last token is decoded again. `nearest` and `differences` explain a `NO_MATCH`, `error` a `FAILED`.
+    a restore spares: at most n-1, since a restored state has no logits and the last token is decoded again. `nearest` and
+    `differences` explain a `NO_MATCH`, `error` a `FAILED`.
     """
 
     outcome: Outcome

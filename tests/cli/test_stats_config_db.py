@@ -178,12 +178,12 @@ def test_check_finds_what_someone_changed_by_hand(run, populated):
     assert migrate.HEAD in run("db", "check").succeeded().out
     assert run("db", "check", "--json").json()["differences"] == []
     with contextlib.closing(sqlite3.connect(populated.root / DATABASE_FILE)) as db:
-        db.execute("DROP INDEX ix_llama_ckpt_meta_gc")
+        db.execute("DROP INDEX ix_llama_ckpt_meta_used")
         db.commit()
     ran = run("db", "check", "-q")
     ran.failed(VerifyFailed)
     assert len(ran.lines) == 1
-    assert "ix_llama_ckpt_meta_gc" in ran.out
+    assert "ix_llama_ckpt_meta_used" in ran.out
 
 
 def test_check_of_a_newer_schema_does_not_call_it_this_versions(run, populated, newer):

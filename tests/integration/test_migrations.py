@@ -115,12 +115,12 @@ def test_a_revision_that_is_none_is_named(empty):
 
 def test_check_names_what_was_changed_behind_its_back(registry):
     with registry.database.write() as db:
-        db.exec_driver_sql("DROP INDEX ix_llama_ckpt_meta_gc")
+        db.exec_driver_sql("DROP INDEX ix_llama_ckpt_meta_used")
     found = migrate.check(registry.database)
     with registry.database.write() as db:
-        db.exec_driver_sql("CREATE INDEX ix_llama_ckpt_meta_gc ON llama_checkpoint_meta (status, last_used_us)")
+        db.exec_driver_sql("CREATE INDEX ix_llama_ckpt_meta_used ON llama_checkpoint_meta (last_used_us, status)")
     assert len(found) == 1
-    assert "ix_llama_ckpt_meta_gc" in found[0]
+    assert "ix_llama_ckpt_meta_used" in found[0]
 
 
 def test_the_script_for_postgresql_makes_the_same_schema_as_the_program(postgresql_url, tmp_path):

@@ -290,4 +290,26 @@ UPDATE llama_ckpt_schema SET version_num='0003' WHERE llama_ckpt_schema.version_
 
 /
 
+-- Running upgrade 0003 -> 0004
+
+DROP INDEX ix_llama_ckpt_meta_gc
+
+/
+
+CREATE INDEX ix_llama_ckpt_meta_used ON llama_checkpoint_meta (last_used_us, status)
+
+/
+
+CREATE INDEX ix_llama_ckpt_meta_stale ON llama_checkpoint_meta (stale_us)
+
+/
+
+CREATE INDEX ix_llama_ckpt_meta_size ON llama_checkpoint_meta (file_size)
+
+/
+
+UPDATE llama_ckpt_schema SET version_num='0004' WHERE llama_ckpt_schema.version_num = '0003'
+
+/
+
 COMMIT;

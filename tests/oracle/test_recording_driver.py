@@ -369,7 +369,7 @@ def test_totals_are_recounted_from_the_rows(registry, engine):
     assert (stats.n_active, stats.n_stale, stats.active_bytes) == (1, 1, one.file_size)
     assert (stats.hit_count, stats.spared_ms) == (1, 7)
     with registry.database.read() as db:
-        assert queries.count_rows(db) == 2
+        assert not queries.is_empty(db)
 
 
 def test_thousands_of_rows_are_read_and_marked_in_pieces_that_oracle_takes(registry, engine, saved, oracle):
@@ -776,9 +776,9 @@ def test_what_another_connection_has_not_committed_is_not_seen(registry):
 
 
 def test_a_planned_answer_goes_before_the_rows(registry, oracle):
-    oracle.answer(r"SELECT count\(\*\)", ["COUNT_1"], [(41,)])
+    oracle.answer(r"SELECT llama_checkpoint_meta.ckpt_no", ["CKPT_NO"], [(41,)])
     with registry.database.read() as db:
-        assert queries.count_rows(db) == 41
+        assert not queries.is_empty(db)
 
 
 def test_the_statements_were_parsed_and_not_only_recorded():

@@ -104,7 +104,10 @@ llama_checkpoint_meta = Table(
     Index("uq_llama_ckpt_meta_path", "file_path", unique=True),
     Index("ix_llama_ckpt_meta_input", "input_hash"),
     Index("ix_llama_ckpt_meta_model", "fingerprint"),
-    Index("ix_llama_ckpt_meta_gc", "status", "last_used_us"),
+    # None begins with the status: r0004_indexes_for_gc.py says why.
+    Index("ix_llama_ckpt_meta_used", "last_used_us", "status"),
+    Index("ix_llama_ckpt_meta_stale", "stale_us"),
+    Index("ix_llama_ckpt_meta_size", "file_size"),
     Index("ix_llama_ckpt_meta_parent", "parent_no"),
     sqlite_autoincrement=True,  # a number is never given twice: who still holds an old row must not mean a new one
 )
