@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from llama_ckpt.db.tables import checkpoint_prefix, llama_model, registry_info
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
-from llama_ckpt.db.types import now_us
+from llama_ckpt.db.types import Digest, now_us
 from llama_ckpt.errors import Conflict
 from llama_ckpt.fingerprint import active_key, fingerprint
 from llama_ckpt.values import (
@@ -102,8 +102,7 @@ def _model(row: sa.Row[Any]) -> RegisteredModel:
 
 def find_active(db: sa.Connection, digest: bytes, of_input: bytes) -> Checkpoint | None:
     """The ACTIVE, unexpired row of this fingerprint and input: one look-up by a unique key."""
-    query = sa.select(*_COLUMNS).where(meta.c.active_key == active_key(digest, of_input), _unexpired())
-    row = db.execute(query).one_or_none()
+    row = db.execute(_FIND_ACTIVE, {"key": active_key(digest, of_input)}).one_or_none()
     return None if row is None else _checkpoint(row)
 
 
@@ -116,6 +115,10 @@ def find_by_input(db: sa.Connection, of_input: bytes) -> list[Checkpoint]:
 
 def _unexpired() -> sa.ColumnElement[bool]:
     return sa.or_(meta.c.expires_us.is_(None), meta.c.expires_us > now_us())
+
+
+# Asked by every match and save: putting it together takes longer than the look-up.
+_FIND_ACTIVE = sa.select(*_COLUMNS).where(meta.c.active_key == sa.bindparam("key", type_=Digest), _unexpired())
 
 
 def expire_due(db: sa.Connection, digest: bytes, of_input: bytes) -> None:
@@ -334,11 +337,11 @@ def set_pinned(db: sa.Connection, checkpoint_id: str, pinned: bool) -> None:
 
 
 def _checkpoint(row: sa.Row[Any]) -> Checkpoint:
-    values = dict(row._mapping)
-    values["memory_kind"] = MemoryKind(row.memory_kind)
-    values["status"] = Status(row.status)
-    values["stale_reason"] = None if row.stale_reason is None else StaleReason(row.stale_reason)
-    values["pinned"] = bool(row.pinned)
+    values = row._asdict()
+    values["memory_kind"] = MemoryKind(values["memory_kind"])
+    values["status"] = Status(values["status"])
+    values["stale_reason"] = None if values["stale_reason"] is None else StaleReason(values["stale_reason"])
+    values["pinned"] = bool(values["pinned"])
     return Checkpoint(**values)
 
 
