@@ -18,7 +18,7 @@ _CHUNK = 1 << 26
 
 
 @contextlib.contextmanager
-def map_file(path: Path) -> Iterator[memoryview]:
+def map_file(path: Path | str) -> Iterator[memoryview]:
     """The bytes of any regular file, mapped read-only; an empty file gives an empty view.
 
     Raises:
@@ -107,7 +107,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def told(path: Path, needed: int = 0) -> Iterator[None]:
+def told(path: Path | str, needed: int = 0) -> Iterator[None]:
     """Turns the system's errors into ours, by number."""
     try:
         yield
@@ -115,7 +115,7 @@ def told(path: Path, needed: int = 0) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno in _FULL:
-            raise StoreFull(needed=needed, path=path.parent, reason=reason_of(error)) from error
+            raise StoreFull(needed=needed, path=Path(path).parent, reason=reason_of(error)) from error
         if error.errno in (errno.ELOOP, errno.ENXIO):
             reason = "it is a symlink" if error.errno == errno.ELOOP else "not a regular file"
             raise UnsafePath(path=path, reason=reason) from error

@@ -155,7 +155,7 @@ class Store:
             StoreUnavailable: any other failure of the file system.
         """
         size = len(head) + payload.nbytes
-        target = self._locate(path_of(checkpoint_id))
+        target = Path(self._locate(path_of(checkpoint_id)))
         temporary = target.with_suffix(f".{owners.my_tag()}{TEMPORARY_SUFFIX}")
         free = self.free_bytes()
         if free < size:
@@ -226,7 +226,7 @@ class Store:
         path = self._locate(relative)
         with told(path):
             try:
-                found = path.lstat()
+                found = os.lstat(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
             return found.st_size if stat.S_ISREG(found.st_mode) else None
@@ -251,7 +251,7 @@ class Store:
         """
         path = self._locate(relative)
         with told(path):
-            return path.lstat().st_mtime_ns
+            return os.lstat(path).st_mtime_ns
 
     def head(self, relative: str) -> bytes:
         """The first bytes of a stored file: a header with padding before it, or less if the file is shorter.
@@ -278,7 +278,7 @@ class Store:
         path = self._locate(relative)
         with told(path):
             # The system's own stamp moves in ticks of some milliseconds: within a tick a touch would not show.
-            now_ns = max(time.time_ns(), path.lstat().st_mtime_ns + 1)
+            now_ns = max(time.time_ns(), os.lstat(path).st_mtime_ns + 1)
             os.utime(path, ns=(now_ns, now_ns))
 
     def remove(self, relative: str, *, mtime_ns: int | None = None) -> int | None:
@@ -292,12 +292,12 @@ class Store:
         path = self._locate(relative)
         with told(path):
             try:
-                found = path.lstat()
+                found = os.lstat(path)
                 if not stat.S_ISREG(found.st_mode):
                     raise UnsafePath(path=path, reason="not a regular file")
                 if mtime_ns is not None and found.st_mtime_ns != mtime_ns:
                     return None
-                path.unlink()
+                os.unlink(path)
             except (FileNotFoundError, NotADirectoryError):
                 return 0
             return found.st_size
@@ -313,7 +313,7 @@ class Store:
         path, target = self._locate(relative), self.root / QUARANTINE / Path(relative).name
         _require_plain_folder(target.parent)
         with told(path):
-            if mtime_ns is not None and path.lstat().st_mtime_ns != mtime_ns:
+            if mtime_ns is not None and os.lstat(path).st_mtime_ns != mtime_ns:
                 return None
             target.parent.mkdir(mode=0o700, exist_ok=True)
             os.rename(path, target)
@@ -336,18 +336,19 @@ class Store:
             if aside.is_dir() and not aside.is_symlink():
                 yield from _entries(str(aside), QUARANTINE)
 
-    def _locate(self, relative: str) -> Path:
+    def _locate(self, relative: str) -> str:
+        """A path as text: gc asks for one per file, and `Path` would take as long as the system's work."""
         if not _PATH.fullmatch(relative):
             raise UnsafePath(path=relative, reason="not a path that this store gives")
         folder = os.fspath(self.root)
         for part in relative.split("/")[:-1]:
             folder = f"{folder}/{part}"
             _require_plain_folder(folder)
-        return self.root / relative
+        return f"{folder}/{relative.rpartition('/')[2]}"
 
 
 def _require_plain_folder(folder: str | Path) -> None:
-    """Nothing there yet is fine; a symlink, even to a folder, is not. As text: gc asks it for every file."""
+    """Nothing there yet is fine; a symlink, even to a folder, is not."""
     try:
         mode = os.lstat(folder).st_mode
     except FileNotFoundError:
