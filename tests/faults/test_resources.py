@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import pytest
 import sqlalchemy as sa
@@ -10,7 +11,9 @@ from support.sample_engine import SampleEngine
 
 from llama_ckpt.collector import Collector
 from llama_ckpt.db.connect import Database
+from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import Conflict, DatabaseUnavailable, StoreFull, StoreUnavailable
+from llama_ckpt.purging import Purge, Purger
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
 
@@ -251,3 +254,62 @@ def test_a_checkpoint_that_goes_stale_between_match_and_lease_is_no_match(regist
     back = registry.restore(engine, "one")
     assert back.outcome is Outcome.NO_MATCH
     assert "went STALE at this moment" in back.reason
+
+
+class BadDisk:
+    """`os.unlink` that fails with EIO at its nth call for a checkpoint file."""
+
+    def __init__(self, monkeypatch, nth):
+        self.left, self.unlink = nth, os.unlink
+        monkeypatch.setattr("os.unlink", self)
+
+    def __call__(self, path, **kw):
+        if os.fspath(path).endswith(".llam"):
+            self.left -= 1
+            if self.left == 0:
+                raise OSError(errno.EIO, "told by the system", path)
+        self.unlink(path, **kw)
+
+
+@pytest.fixture
+def four_files(registry, engine):
+    """Three checkpoints of one label that were removed, and a file that lost its row."""
+    for number in range(4):
+        registry.remove(registry.save(engine, f"input {number}", label="going").checkpoint.id)
+    with registry.database.write() as db:
+        last = sa.select(sa.func.max(meta.c.ckpt_no)).scalar_subquery()
+        db.execute(sa.delete(meta).where(meta.c.ckpt_no == last))
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_a_gc_that_cannot_unlink_one_file_frees_the_others_and_the_next_run_frees_it(
+    registry, four_files, nth, monkeypatch
+):
+    collector = Collector(registry.parts)
+
+    def collect():
+        return collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True))
+
+    with monkeypatch.context() as patch:
+        BadDisk(patch, nth)
+        report = collect()
+    results = [result for _, result in report.done]
+    assert "told by the system" in results.pop(nth - 1)
+    assert results == ["deleted"] * 3
+    assert (report.n_failed, len(files_in(registry))) == (1, 1)
+    again = collect()
+    assert (again.n_failed, len(again.done), files_in(registry)) == (0, 1, [])
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_a_purge_that_cannot_unlink_one_file_says_so_and_the_next_one_frees_what_is_left(
+    registry, four_files, nth, monkeypatch
+):
+    purger = Purger(registry.parts)
+    with monkeypatch.context() as patch:
+        BadDisk(patch, nth)
+        with pytest.raises(StoreUnavailable, match=r"1 file\(s\) could not be deleted.*told by the system"):
+            purger.run(Purge(everything=True))
+    assert 1 <= len(files_in(registry)) <= 2  # where a row's file stays, the files without rows are not gone for yet
+    report = purger.run(Purge(everything=True))
+    assert (report.freed_bytes > 0, files_in(registry), registry.list()) == (True, [], [])

@@ -94,7 +94,9 @@ def test_a_save_under_a_budget_walks_an_index_of_the_sizes_and_no_table(sqlite_r
     with sqlite3.connect(tmp_path / "r.sqlite3") as database:
         walks = list(statements.walks(database))
     in_order_of_use = [w for w in walks if "ix_llama_ckpt_meta_used" in w]  # and no further than the first thousand
-    recounted = [w for w in walks if w.startswith("SCAN llama_checkpoint_meta: ")]  # the one look at the statistics, above
+    recounted = [
+        w for w in walks if w.startswith("SCAN llama_checkpoint_meta: ")
+    ]  # the one look at the statistics, above
     assert len(in_order_of_use) == len(recounted) == 1
     assert len(walks) == 2
 

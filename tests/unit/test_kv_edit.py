@@ -57,6 +57,68 @@ def shuffled(state: memoryview, order: list[int]) -> memoryview:
     return memoryview(bytes(made))
 
 
+# -- gather, equal_cells --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SLICEABLE)
+def test_a_chain_of_stretches_gives_the_whole_state_again(name):
+    state = state_of(name)
+    n = n_cells(state)
+    a, b = n // 3 or 1, 2 * n // 3 or 2
+    chain = [
+        kv_edit.Stretch(state, 0, a),
+        kv_edit.Stretch(kv_edit.tail(state, 0), a, b),
+        kv_edit.Stretch(kv_edit.tail(state, b), b, n),
+    ]
+    assert kv_edit.gather([one for one in chain if one.start < one.end]) == state
+
+
+def test_a_stretch_of_a_longer_state_is_taken_from_its_middle():
+    state = state_of(samples.F16)
+    n = n_cells(state)
+    assert kv_edit.gather([kv_edit.Stretch(state, 0, 1), kv_edit.Stretch(state, 1, n - 1)]) == kv_edit.cut(state, n - 1)
+
+
+def test_a_stretch_that_a_state_does_not_hold_is_named():
+    state = state_of(samples.F16)
+    n = n_cells(state)
+    with pytest.raises(Incompatible, match=f"positions 1 to {n} of a state that holds 0 to {n - 1}"):
+        kv_edit.gather([kv_edit.Stretch(state, 0, 1), kv_edit.Stretch(state, 1, n + 1)])
+    with pytest.raises(Incompatible, match="V transposed"):
+        kv_edit.gather([kv_edit.Stretch(state, 0, 1), kv_edit.Stretch(state_of(samples.F16_FLASH), 1, n)])
+
+
+@pytest.mark.parametrize("name", SLICEABLE)
+def test_equal_cells_of_a_state_and_its_cut_are_all_of_the_cut(name):
+    state = state_of(name)
+    n = n_cells(state)
+    assert kv_edit.equal_cells(state, memoryview(bytes(state))) == n
+    assert kv_edit.equal_cells(state, kv_edit.cut(state, n - 1)) == n - 1
+    assert kv_edit.equal_cells(kv_edit.cut(state, 1), state) == 1
+
+
+@pytest.mark.parametrize("name", [samples.F16, samples.F16_FLASH, samples.Q8_FLASH])
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_equal_cells_end_at_the_first_cell_of_which_any_layer_differs(name, part):
+    state = state_of(name)
+    found, n = kv_state.parse(state), n_cells(state)
+    rows, other = getattr(found, part)[found.n_layer - 1], bytearray(state)
+    # the last value of cell n-2: by cell at the end of its row, transposed in the last element's column
+    at = rows.offset + (n - 1) * rows.row_bytes - 1
+    if rows.element_bytes:
+        at = rows.offset + n * rows.row_bytes - rows.element_bytes - 1
+    other[at] ^= 1
+    assert kv_edit.equal_cells(state, memoryview(bytes(other))) == n - 2
+
+
+def test_states_of_other_positions_order_or_layout_have_no_equal_cells():
+    state = state_of(samples.F16_FLASH)
+    n = n_cells(state)
+    assert kv_edit.equal_cells(state, kv_edit.tail(state, 1)) == 0
+    assert kv_edit.equal_cells(state, shuffled(state, [1, 0, *range(2, n)])) == 0
+    assert kv_edit.equal_cells(state, state_of(samples.F16)) == 0
+
+
 # -- cut, tail, join ------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Operations on a sequence's state: cut, tail, join, translate, transpose, replace layers. Pure; states in, states out.
+"""Operations on a sequence's state: cut, tail, join, gather, translate, transpose, replace layers. Pure; states in, states out.
 
 Each takes states as `llama_state_seq_get_data` gives them and gives one that `llama_state_seq_set_data` takes. What an
 engine itself would have written for the result is what comes out, byte for byte (tests/engine/test_live_states.py).
@@ -7,18 +7,28 @@ The result is a new buffer; nothing of the given ones is changed or kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llama_ckpt.errors import BadInput, Incompatible, Unsupported
 from llama_ckpt.formats.ggml_types import is_quantised, type_name
-from llama_ckpt.formats.kv_layout import Dialect
+from llama_ckpt.formats.kv_layout import Dialect, KvState
 from llama_ckpt.formats.kv_pieces import Block, Piece, Pieces, assemble, selection, take_apart
 
 Rotation = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The cells of a state whose positions are `start` to `end` - 1."""
+
+    state: memoryview
+    start: int
+    end: int
 
 
 def cut(state: memoryview, n_tokens: int) -> memoryview:
@@ -29,10 +39,10 @@ def cut(state: memoryview, n_tokens: int) -> memoryview:
         Unsupported: the layout is not known, or its memory has not one cell a token.
     """
     parsed, pieces = take_apart(state)
-    first, last = int(parsed.positions.min()), int(parsed.positions.max())
+    first, last = _ends(parsed)
     if not first < n_tokens <= last + 1:
         raise BadInput(what="tokens to cut at", value=n_tokens, reason=f"the state holds positions {first} to {last}")
-    return _of_cells(pieces, lambda piece: piece.positions < n_tokens)
+    return assemble(_between(pieces, first, n_tokens))
 
 
 def tail(state: memoryview, start: int) -> memoryview:
@@ -43,10 +53,10 @@ def tail(state: memoryview, start: int) -> memoryview:
         Unsupported: as `cut`.
     """
     parsed, pieces = take_apart(state)
-    first, last = int(parsed.positions.min()), int(parsed.positions.max())
+    first, last = _ends(parsed)
     if not first <= start <= last:
         raise BadInput(what="first token of a tail", value=start, reason=f"the state holds positions {first} to {last}")
-    return _of_cells(pieces, lambda piece: piece.positions >= start)
+    return assemble(_between(pieces, start, last + 1))
 
 
 def join(head: memoryview, behind: memoryview) -> memoryview:
@@ -58,20 +68,64 @@ def join(head: memoryview, behind: memoryview) -> memoryview:
     """
     of_head, first = take_apart(head)
     of_tail, second = take_apart(behind)
-    last, start = int(of_head.positions.max()), int(of_tail.positions.min())
+    last, start = _ends(of_head)[1], _ends(of_tail)[0]
     if start != last + 1:
         raise Incompatible(reason=f"the first state ends with position {last}, the second begins with {start}")
-    require_same_shape(first, second)
-    caches = tuple(
-        replace(
-            one,
-            cells=np.concatenate([one.cells, two.cells]),
-            k=tuple(_joined(a, b) for a, b in zip(one.k, two.k, strict=True)),
-            v=tuple(_joined(a, b) for a, b in zip(one.v, two.v, strict=True)),
-        )
-        for one, two in zip(first.caches, second.caches, strict=True)
-    )
-    return assemble(replace(first, caches=caches))
+    return assemble(_joined([first, second]))
+
+
+def gather(stretches: Sequence[Stretch]) -> memoryview:
+    """One state of stretches of several, each of which begins where the one before it ends: a chain of deltas with what they
+    stand on. Costs one buffer of the result's size, however many they are.
+
+    Raises:
+        Incompatible: a state has not all positions of its stretch, or layers, types or layout differ.
+        Unsupported: as `cut`.
+    """
+    taken = []
+    for one in stretches:
+        parsed, pieces = take_apart(one.state)
+        first, last = _ends(parsed)
+        if not first <= one.start < one.end <= last + 1:
+            raise Incompatible(reason=f"positions {one.start} to {one.end - 1} of a state that holds {first} to {last}")
+        taken.append(_between(pieces, one.start, one.end))
+    return assemble(_joined(taken))
+
+
+def equal_cells(one: memoryview, two: memoryview) -> int:
+    """How many cells from the first position on are the same in both states, bit for bit, in every layer. 0 for states that
+    begin at other positions, hold their cells in another order, or differ in layers, types or layout.
+
+    Raises:
+        Unsupported: as `cut`.
+    """
+    (_, first), (_, second) = take_apart(one), take_apart(two)
+    try:
+        require_same_shape(first, second)
+    except Incompatible:
+        return 0
+    n = min(_in_order(piece.positions) for piece in (*first.caches, *second.caches))
+    for a, b in zip(first.caches, second.caches, strict=True):
+        n = _equal_rows(a.cells, b.cells, n)
+        for x, y in zip((*a.k, *a.v), (*b.k, *b.v), strict=True):
+            n = _equal_rows(x.parts[0][0], y.parts[0][0], n)
+    return n
+
+
+def _in_order(positions: NDArray[np.int32]) -> int:
+    """How many cells from the first on stand at one position after the other."""
+    steps = np.flatnonzero(np.diff(positions) != 1)
+    return int(steps[0]) + 1 if steps.size else len(positions)
+
+
+def _equal_rows(one: NDArray[Any], two: NDArray[Any], n: int) -> int:
+    """How many of the first `n` rows are equal."""
+    a, b = one[:n], two[:n]
+    contiguous = a.flags.c_contiguous and b.flags.c_contiguous
+    if contiguous and a.reshape(-1).view(np.uint8).data == b.reshape(-1).view(np.uint8).data:  # one memcmp
+        return n
+    differ = (a != b).any(axis=1)
+    return int(differ.argmax()) if differ.any() else n
 
 
 def to_dialect(
@@ -189,12 +243,38 @@ def require_same_shape(one: Pieces, two: Pieces) -> None:
                     raise Incompatible(reason=f"{part.upper()} of layer {layer}: {_shape(x)}, in the other {_shape(y)}")
 
 
-def _of_cells(pieces: Pieces, which: Callable[[Piece], NDArray[np.bool_]]) -> memoryview:
-    return assemble(replace(pieces, caches=tuple(piece.of(selection(which(piece))) for piece in pieces.caches)))
+def _ends(state: KvState) -> tuple[int, int]:
+    """The first and the last position of a state's cells."""
+    return int(state.positions.min()), int(state.positions.max())
 
 
-def _joined(one: Block, two: Block) -> Block:
-    return replace(one, parts=(*one.parts, *two.parts))
+def _between(pieces: Pieces, start: int, end: int) -> Pieces:
+    """The cells of positions start .. end-1."""
+
+    def chosen(piece: Piece) -> Piece:
+        return piece.of(selection((piece.positions >= start) & (piece.positions < end)))
+
+    return replace(pieces, caches=tuple(chosen(piece) for piece in pieces.caches))
+
+
+def _joined(parts: Sequence[Pieces]) -> Pieces:
+    """The cells of all parts, in their order."""
+    for other in parts[1:]:
+        require_same_shape(parts[0], other)
+    caches = tuple(
+        replace(
+            same[0],
+            cells=np.concatenate([piece.cells for piece in same]),
+            k=tuple(_end_to_end(blocks) for blocks in zip(*(piece.k for piece in same), strict=True)),
+            v=tuple(_end_to_end(blocks) for blocks in zip(*(piece.v for piece in same), strict=True)),
+        )
+        for same in zip(*(pieces.caches for pieces in parts), strict=True)
+    )
+    return replace(parts[0], caches=caches)
+
+
+def _end_to_end(blocks: Sequence[Block]) -> Block:
+    return replace(blocks[0], parts=tuple(part for block in blocks for part in block.parts))
 
 
 def _rotation_words(piece: Piece, dialect: Dialect, rotation: Rotation | None, now: Rotation | None) -> Rotation | None:
