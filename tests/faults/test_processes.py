@@ -16,7 +16,7 @@ from llama_ckpt.values import Outcome, Status
 from llama_ckpt.verify import Verifier
 
 # Restores, saves and collections of the race, over all its processes.
-ROUNDS = int(os.environ.get("LLAMA_CKPT_TEST_ROUNDS", "240"))  # read before clean_environment takes it away
+ROUNDS = int(os.environ.get("LLAMA_CKPT_TEST_ROUNDS", "1000"))  # read before clean_environment takes it away
 
 
 def start_together(registry, orders, seconds=120):

@@ -181,6 +181,15 @@ def get(db: sa.Connection, checkpoint_id: str) -> Checkpoint | None:
     return None if row is None else _checkpoint(row)
 
 
+def ancestors(db: sa.Connection, row: Checkpoint) -> list[Checkpoint]:
+    """What a delta stands on, the full checkpoint first and its parent last; nothing for a full one. Whatever their status."""
+    found: list[Checkpoint] = []
+    while (below := found[-1] if found else row).parent_no is not None:
+        parent = db.execute(sa.select(*_COLUMNS).where(meta.c.ckpt_no == below.parent_no)).one()
+        found.append(_checkpoint(parent))
+    return found[::-1]
+
+
 def ids_like(db: sa.Connection, prefix: str, at_most: int) -> list[str]:
     """The ids that begin with `prefix` (hex digits)."""
     query = sa.select(meta.c.id).where(meta.c.id >= prefix, meta.c.id < prefix + "g").order_by(meta.c.id).limit(at_most)
