@@ -54,6 +54,13 @@ class Bench:
 
     # -- restore: all end with the last token decoded ---------------------------------------------------------------
 
+    def decode_last(self) -> None:
+        """What `evaluate` does after a load, for states that the engine was given behind the wrapper's back."""
+        llama, n_before = self.engine.llama, len(self.ids) - 1
+        llama.input_ids[:n_before] = self.ids[:n_before]
+        llama.n_tokens = n_before
+        llama.eval(self.ids[n_before:].tolist())
+
     def restore_floor(self) -> None:
         """Map, CRC, set_data: nothing is known of the file."""
         with self.raw.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -62,7 +69,7 @@ class Bench:
             pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
             assert llama_cpp.llama_state_seq_set_data(self.engine.llama.ctx, pointer, data.nbytes, 0) == data.nbytes
             del data, pointer
-        self.engine._decode_last(self.ids)
+        self.decode_last()
 
     def restore_native(self) -> None:
         """llama.cpp's own loader: unverified."""
@@ -72,7 +79,7 @@ class Bench:
             self.engine.llama.ctx, path, 0, room, len(self.ids) + 8, ctypes.byref(count)
         )
         assert done > 0
-        self.engine._decode_last(self.ids)
+        self.decode_last()
 
     def restore_ours(self) -> None:
         assert self.registry.restore(self.engine, self.prompt).n_restored == len(self.ids) - 1

@@ -186,6 +186,10 @@ def stats(session: Session) -> None:
             ]
             columns = ["model", "fingerprint", "checkpoints", "size", "per token", "hits"]
             session.out.table(columns, rows, right=columns[2:])
+        if totals.events:
+            session.out.table(
+                ["met in files", "times"], [[k, str(n)] for k, n in totals.events.items()], right=["times"]
+            )
         for run in runs:
             did = f"{count(run.n_items, 'item')}, {size(run.freed_bytes)} freed, {run.n_failed} failed"
             session.out.line(f"run {run.run_no} {run.kind} {when(run.started_us)}: {did}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -22,12 +23,14 @@ from llama_ckpt.files import StepHook, Store, no_hook
 from llama_ckpt.fingerprint import Input, input_hash
 from llama_ckpt.metrics import MetricsSink, NullSink
 from llama_ckpt.parts import Parts
+from llama_ckpt.restoring import RestoreOptions
 from llama_ckpt.retention import Policy
 from llama_ckpt.saving import SaveOptions
 from llama_ckpt.values import (
     Checkpoint,
     Fingerprint,
     MatchResult,
+    MergeResult,
     Outcome,
     RegisteredModel,
     RestoreResult,
@@ -234,18 +237,52 @@ class Registry:
             SaveOptions(label=label, expires_in_s=expires_in_s, prefill_ms=prefill_ms),
         )
 
-    def restore(self, engine: Engine, given: Input) -> RestoreResult:
+    def restore(
+        self,
+        engine: Engine,
+        given: Input,
+        *,
+        layers: Iterable[int] | None = None,
+        check_values: bool = False,
+        transpose_v: bool = False,
+    ) -> RestoreResult:
         """Puts the engine into the state of an input, from its checkpoint. Everything is verified before the engine is
-        touched: a restore that cannot work leaves the engine's live sequence as it was.
+        touched: a restore that cannot work leaves the engine's live sequence as it was. A state that another version of
+        llama.cpp wrote is translated; the logits are those of a fresh evaluation.
 
         A checkpoint that fails for good is made STALE and the answer is `NO_MATCH`; a fault of the moment (I/O, access)
         gives `FAILED` and changes nothing. If the engine itself refuses, it holds nothing afterwards, and the answer is
         `FAILED`.
 
+        `layers` (`range(0, 12)`) loads K and V of these layers only, into the state of exactly this input that the engine
+        holds; the other layers stay as they are, but for the last token, which is decoded again. `check_values` also looks for
+        NaN and infinite numbers, which would reach every later prompt: such a checkpoint goes STALE. `transpose_v` also takes
+        a checkpoint that differs in nothing but flash attention (unquantised V): its logits are close to, not equal to, those
+        of a fresh evaluation, as the two modes round differently.
+
         Raises:
-            BadInput: the input is empty or no input.
+            BadInput: the input is empty or no input, or the model has not these layers.
         """
-        return restoring.restore(self.parts, engine, given, self.match)
+        options = RestoreOptions.of(engine, layers, check_values=check_values, transpose_v=transpose_v)
+        return restoring.restore(self.parts, engine, given, self.match, options)
+
+    def merge(self, engine: Engine, checkpoint: Checkpoint | str) -> MergeResult:
+        """Appends a stored continuation to what the engine holds, without computing it: the checkpoint (or its id) begins with
+        the held tokens, and its cells behind them are loaded. The engine then holds all of its tokens.
+
+        Whatever does not fit is refused before the engine is touched. If the engine itself refuses, it holds nothing afterwards.
+
+        Raises:
+            NotFound, BadInput: as `get`.
+            EngineStateMismatch: the engine holds nothing.
+            Incompatible, Unsupported: the checkpoint is of other tokens, no longer than what is held, longer than the
+                context, of another model or layout, or STALE.
+            CorruptFile, FileMissing, UnsafePath: its file is no good; it is STALE now.
+            EngineFailed: the engine refused it; it is STALE now.
+            StoreUnavailable, DatabaseUnavailable: they cannot be read now; nothing is changed.
+        """
+        row = self.get(checkpoint) if isinstance(checkpoint, str) else checkpoint
+        return restoring.merge(self.parts, engine, row)
 
     def warm(
         self,
@@ -256,7 +293,8 @@ class Registry:
         expires_in_s: float | None = None,
         progress: Progress = no_progress,
     ) -> WarmResult:
-        """Brings the engine to the state of an input: restores its checkpoint, or evaluates the input and saves it.
+        """Brings the engine to the state of an input: restores its checkpoint, evaluates what no checkpoint has, and saves what was
+        evaluated.
 
         The registry never stands in the way: if it, the store or the save fails, the input is evaluated all the same, and
         `WarmResult.problem` says what failed. `progress` hears tokens evaluated and in all.
@@ -269,16 +307,16 @@ class Registry:
         options = SaveOptions(label=label, expires_in_s=expires_in_s)
         restored = self.restore(engine, given)
         problem, saved, n_evaluated = restored.error, None, restored.n_evaluated
-        if restored.outcome is not Outcome.HIT:
+        if n_evaluated == 0:  # not all of the input was there
             token_ids = saving.token_ids_of(engine, given)
             before = time.perf_counter()
-            engine.evaluate(token_ids, progress)
-            prefill_ms = round((time.perf_counter() - before) * 1000)
-            n_evaluated = len(token_ids)
+            engine.evaluate(token_ids, progress, n_kept=restored.n_restored)
+            n_evaluated = len(token_ids) - restored.n_restored
+            if restored.n_restored == 0:  # what the rest took says nothing of the whole
+                options = replace(options, prefill_ms=round((time.perf_counter() - before) * 1000))
+            no_use = None if restored.outcome is Outcome.HIT else restored.checkpoint
             try:
-                saved = saving.save(
-                    self.parts, engine, given, replace(options, prefill_ms=prefill_ms), instead_of=restored.checkpoint
-                )
+                saved = saving.save(self.parts, engine, given, options, instead_of=no_use)
             except LlamaCkptError as error:
                 problem = error  # the caller's to tell: it is in the result
         return WarmResult(

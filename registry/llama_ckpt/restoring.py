@@ -1,143 +1,227 @@
-"""Restoring: match, lease, open, verify, and only then the engine."""
+"""Restoring and merging: lease, open, verify, and only then the engine; what became of it is recorded with the lease's end."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from llama_ckpt import formats
-from llama_ckpt.db import queries
+from llama_ckpt.db import queries, usage
 from llama_ckpt.engine import Engine
 from llama_ckpt.errors import (
+    BadInput,
+    Conflict,
     CorruptFile,
     DatabaseUnavailable,
     EngineFailed,
+    EngineStateMismatch,
     FileMissing,
     Incompatible,
     LlamaCkptError,
-    StoreUnavailable,
     UnsafePath,
+    Unsupported,
 )
-from llama_ckpt.fingerprint import Input, TokenIds, tokens_hash
+from llama_ckpt.fingerprint import Input, TokenIds, input_hash, tokens_hash
+from llama_ckpt.formats import kv_edit
+from llama_ckpt.metrics import Event
 from llama_ckpt.parts import Parts
+from llama_ckpt.payloads import Asked, Cells, cells_of, other_mode
 from llama_ckpt.saving import token_ids_of
-from llama_ckpt.values import Checkpoint, MatchResult, Outcome, RestoreResult, StaleReason
+from llama_ckpt.values import Checkpoint, MatchResult, MergeResult, Outcome, RestoreResult, StaleReason
 
 log = logging.getLogger("llama_ckpt")
 
 LEASE_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """What became of one candidate; `stale` is the reason for which its row may not be offered again."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
+    """How a restore is to be made, as `Registry.restore` describes it. `layers` None: all of them."""
 
-    outcome: Outcome
-    reason: str
-    stale: StaleReason | None = None
-    error: LlamaCkptError | None = None
+    layers: frozenset[int] | None = None
+    check_values: bool = False
+    transpose_v: bool = False
+
+    @classmethod
+    def of(
+        cls, engine: Engine, layers: Iterable[int] | None, *, check_values: bool, transpose_v: bool
+    ) -> RestoreOptions:
+        """The options, with `layers` held to those that the engine has.
+
+        Raises:
+            BadInput: no layer, or one that is not there.
+        """
+        chosen = None if layers is None else frozenset(layers)
+        n_layer = engine.dimensions.n_layer
+        if chosen is not None and (not chosen or not chosen <= frozenset(range(n_layer))):
+            unknown = sorted(chosen - frozenset(range(n_layer)), key=str)
+            raise BadInput(
+                what="layers", value=unknown, reason=f"the model has {n_layer}: name some of 0 to {n_layer - 1}"
+            )
+        return cls(layers=chosen, check_values=check_values, transpose_v=transpose_v)
 
 
-def restore(parts: Parts, engine: Engine, given: Input, match: Callable[..., MatchResult]) -> RestoreResult:
-    """As `Registry.restore`; `match` is `Registry.match`."""
+def restore(
+    parts: Parts, engine: Engine, given: Input, match: Callable[..., MatchResult], options: RestoreOptions
+) -> RestoreResult:
+    """As `Registry.restore`; `match` is `Registry.match`. The checkpoint that it names may be longer or shorter than the input,
+    or differ from it after `n_matching` tokens: these are restored.
+    """
     started = time.perf_counter()
     token_ids = token_ids_of(engine, given)
     found = match(given, fingerprint=engine.fingerprint)
-    row = found.checkpoint
-    attempt = (
-        _Attempt(found.outcome, found.reason, error=found.error)
-        if row is None
-        else _attempt(parts, engine, row, token_ids)
-    )
-    parts.metrics.count(attempt.outcome.value)
-    hit = row is not None and attempt.outcome is Outcome.HIT
+    if found.outcome is Outcome.NO_MATCH and options.transpose_v:
+        turned = match(given, fingerprint=other_mode(engine.fingerprint))
+        found = turned if turned.outcome is Outcome.HIT else found
+    outcome, reason, error, n_evaluated = found.outcome, found.reason, found.error, 0
+    if found.checkpoint is not None:
+        try:
+            _require_same_tokens(found.checkpoint, given, token_ids)
+            n_evaluated = _load(parts, engine, found.checkpoint, token_ids, found.n_matching, options)
+            reason = "restored"
+        except BadInput:
+            raise
+        except LlamaCkptError as failure:
+            outcome, reason = _outcome_of(failure), str(failure)
+            error = _without_frames(failure) if outcome is Outcome.FAILED else None
+    parts.metrics.count(outcome.value)
     return RestoreResult(
-        outcome=attempt.outcome,
-        reason=attempt.reason,
-        n_restored=len(token_ids) - 1 if hit else 0,
-        n_evaluated=1 if hit else 0,
-        checkpoint=row,
+        outcome=outcome,
+        reason=reason,
+        n_restored=found.n_matching - n_evaluated if outcome is Outcome.HIT else 0,
+        n_evaluated=n_evaluated,
+        checkpoint=found.checkpoint,
         elapsed_s=time.perf_counter() - started,
-        error=attempt.error,
+        error=error,
     )
 
 
-def _attempt(parts: Parts, engine: Engine, row: Checkpoint, token_ids: TokenIds) -> _Attempt:
-    """One candidate: leased, loaded, and what happened recorded."""
-    if row.n_tokens > engine.n_ctx:
-        reason = f"the checkpoint has {row.n_tokens} cells, the context {engine.n_ctx}: set a larger n_ctx"
-        return _Attempt(Outcome.NO_MATCH, reason)
-    try:
-        with parts.database.write() as db:
-            until = queries.lease(db, row, LEASE_S)
-    except DatabaseUnavailable as error:
-        return _Attempt(Outcome.FAILED, str(error), error=error)
-    if until is None:
-        return _Attempt(Outcome.NO_MATCH, "the checkpoint went STALE at this moment")
-    parts.hook("leased")
-    attempt = _load(parts, engine, row, token_ids)
-    with _noted(row):
-        with parts.database.write() as db:
-            queries.release(db, row, until)
-            if attempt.outcome is Outcome.HIT:
-                queries.record_hit(db, row)
-        if attempt.stale is not None:
-            parts.make_stale(row, attempt.stale, attempt.reason)
-    return attempt
-
-
-def _load(parts: Parts, engine: Engine, row: Checkpoint, token_ids: TokenIds) -> _Attempt:
-    try:
-        with parts.store.map(row.file_path) as view:
-            file = _verified(parts, engine, row, token_ids, view)
-            engine.load(file.contents.payload, token_ids)
-    except FileMissing as error:
-        return _missing(parts, error)
-    except (CorruptFile, UnsafePath) as error:
-        return _Attempt(Outcome.NO_MATCH, str(error), StaleReason.CORRUPT)
-    except Incompatible as error:  # with this engine: another one may still use it
-        return _Attempt(Outcome.NO_MATCH, str(error))
-    except StoreUnavailable as error:
-        return _Attempt(Outcome.FAILED, str(error), error=_without_frames(error))
-    except EngineFailed as error:
-        return _Attempt(Outcome.FAILED, str(error), StaleReason.INCOMPATIBLE, _without_frames(error))
-    return _Attempt(Outcome.HIT, "restored")
-
-
-def _missing(parts: Parts, missing: FileMissing) -> _Attempt:
-    try:
-        parts.require_store()
-    except StoreUnavailable as error:
-        return _Attempt(Outcome.FAILED, str(error), error=_without_frames(error))
-    return _Attempt(Outcome.NO_MATCH, str(missing), StaleReason.MISSING)
-
-
-def _without_frames(error: LlamaCkptError) -> LlamaCkptError:
-    """An error that lives on in a result must not keep the map of the file alive through its traceback."""
-    return error.with_traceback(None)
-
-
-def _verified(
-    parts: Parts, engine: Engine, row: Checkpoint, token_ids: TokenIds, view: memoryview
-) -> formats.CheckpointFile:
-    """The file, held to itself, to its row and to the engine."""
-    file = formats.open_checkpoint(view, row.file_path)
-    if file.contents.padding:
-        log.info("detected padding: %d byte(s) of zeros before the magic of %s", file.contents.padding, row.file_path)
-        parts.metrics.count("padding_detected")
-    formats.require_agreement(file, row, row.file_path)
-    if row.tokens_hash != tokens_hash(token_ids):
-        raise Incompatible(reason="the engine's tokenizer gives other tokens for this input than at the save")
-    if file.state.dialect != engine.dialect:
-        raise Incompatible(
-            reason=f"the file's state is of dialect '{file.state.dialect}', the engine speaks '{engine.dialect}'"
+def merge(parts: Parts, engine: Engine, row: Checkpoint) -> MergeResult:
+    """As `Registry.merge`, for a row."""
+    started = time.perf_counter()
+    held = engine.held_token_ids()
+    if len(held) == 0:
+        raise EngineStateMismatch(reason="it holds nothing to append to; restore() loads a whole checkpoint")
+    if row.n_tokens <= len(held):
+        reason = (
+            f"the checkpoint ends after {row.n_tokens} tokens, the engine holds {len(held)}: there is nothing to append"
         )
-    if mismatch := formats.dimension_mismatch(file.dimensions, engine.dimensions):
-        raise CorruptFile(path=row.file_path, check="Dimensions", reason=mismatch)
-    return file
+        raise Incompatible(reason=reason)
+    _require_room(engine, row.n_tokens)
+    head = engine.capture()
+    asked = Asked(begins_with=held, n_tokens=row.n_tokens)
+    with _leased(parts, row) as events, cells_of(parts, engine, row, asked, events) as cells:
+        joined = kv_edit.join(head, kv_edit.tail(cells.state, len(held)))
+        _take(engine, Cells(state=joined, token_ids=cells.token_ids))
+    parts.metrics.count("merged")
+    return MergeResult(
+        checkpoint=row,
+        n_merged=row.n_tokens - len(held),
+        n_held=row.n_tokens,
+        elapsed_s=time.perf_counter() - started,
+    )
+
+
+def _load(
+    parts: Parts, engine: Engine, row: Checkpoint, token_ids: TokenIds, n_tokens: int, options: RestoreOptions
+) -> int:
+    """Brings the first `n_tokens` cells into the engine, and gives how many tokens were evaluated for it."""
+    _require_room(engine, n_tokens)
+    asked = Asked(
+        begins_with=token_ids[:n_tokens],
+        n_tokens=n_tokens,
+        check_values=options.check_values,
+        transpose_v=options.transpose_v,
+    )
+    live = None if options.layers is None else _live_state(engine, token_ids)
+    with _leased(parts, row) as events, cells_of(parts, engine, row, asked, events) as cells:
+        if live is not None:
+            state = kv_edit.replace_layers(live, cells.state, options.layers or ())
+            cells = Cells(state=state, token_ids=cells.token_ids)
+        if n_tokens == len(token_ids):
+            _take(engine, cells)
+            return 1
+        engine.load(cells.state, cells.token_ids)
+        return 0
+
+
+def _live_state(engine: Engine, token_ids: TokenIds) -> memoryview:
+    """The state that the engine holds, if it is the input's."""
+    held = engine.held_token_ids()
+    if len(held) != len(token_ids) or (held != token_ids).any():
+        reason = (
+            f"layers are put into a state of exactly the input's {len(token_ids)} tokens, it holds {len(held)} others"
+        )
+        raise EngineStateMismatch(reason=reason)
+    return engine.capture()
+
+
+def _take(engine: Engine, cells: Cells) -> None:
+    """Loads the cells. A state has no logits, so the last token is decoded again, as after a cold run that ended with it."""
+    engine.load(cells.state, cells.token_ids)
+    engine.evaluate(cells.token_ids, n_kept=len(cells.token_ids) - 1)
+
+
+def _require_room(engine: Engine, n_tokens: int) -> None:
+    if n_tokens > engine.n_ctx:
+        reason = f"the state has {n_tokens} cells, the context {engine.n_ctx}: set a larger n_ctx"
+        raise Incompatible(reason=reason)
+
+
+def _require_same_tokens(row: Checkpoint, given: Input, token_ids: TokenIds) -> None:
+    """A checkpoint of the very input must be of its very tokens. One of another input shares a prefix, and that is looked at when
+    the file is open.
+    """
+    if row.input_hash == input_hash(given) and row.tokens_hash != tokens_hash(token_ids):
+        raise Incompatible(reason="the engine's tokenizer gives other tokens for this input than at the save")
+
+
+@contextmanager
+def _leased(parts: Parts, row: Checkpoint) -> Iterator[set[Event]]:
+    """A row that is leased while the block reads its file. Afterwards the lease is given back, and with it is recorded what the
+    block met (the set that it gets) and what became of it: a hit, or a row that went STALE for what the block raised.
+
+    Raises:
+        DatabaseUnavailable: the row cannot be leased.
+        Incompatible: it is not ACTIVE any more.
+    """
+    with parts.database.write() as db:
+        until = queries.lease(db, row, LEASE_S)
+    if until is None:
+        raise Incompatible(reason=f"checkpoint {row.id} went STALE at this moment")
+    parts.hook("leased")
+    events: set[Event] = set()
+    try:
+        yield events
+    except LlamaCkptError as error:
+        _record(parts, row, until, events, hit=False)
+        if (stale := _stale_for(error)) is not None:
+            with _noted(row):
+                parts.make_stale(row, stale, str(error))
+        raise
+    _record(parts, row, until, events, hit=True)
+
+
+def _record(parts: Parts, row: Checkpoint, until: int, events: set[Event], *, hit: bool) -> None:
+    """Gives the lease back, counts the hit and the events: one transaction."""
+    for event in events:
+        parts.metrics.count(event.value)
+    with _noted(row):
+        for n_left in range(
+            len(events), -1, -1
+        ):  # of each event another process may count its day's first at this moment
+            try:
+                with parts.database.write() as db:
+                    queries.release(db, row, until)
+                    if hit:
+                        queries.record_hit(db, row)
+                    usage.count(db, [event.value for event in events])
+                return
+            except Conflict as error:
+                if n_left == 0:
+                    raise DatabaseUnavailable(url=parts.database.shown_url, reason=str(error)) from error
 
 
 @contextmanager
@@ -147,3 +231,30 @@ def _noted(row: Checkpoint) -> Iterator[None]:
         yield
     except DatabaseUnavailable as error:
         log.warning("what became of checkpoint %s was not recorded: %s", row.id, error)
+
+
+def _stale_for(error: LlamaCkptError) -> StaleReason | None:
+    """Why a row that failed so may not be offered again. What does not fit this engine may fit another."""
+    match error:
+        case FileMissing():
+            return StaleReason.MISSING
+        case CorruptFile() | UnsafePath():
+            return StaleReason.CORRUPT
+        case EngineFailed():
+            return StaleReason.INCOMPATIBLE
+        case _:
+            return None
+
+
+def _outcome_of(error: LlamaCkptError) -> Outcome:
+    """Whether nothing fits, or something broke."""
+    match error:
+        case FileMissing() | CorruptFile() | UnsafePath() | Incompatible() | Unsupported() | EngineStateMismatch():
+            return Outcome.NO_MATCH
+        case _:
+            return Outcome.FAILED
+
+
+def _without_frames(error: LlamaCkptError) -> LlamaCkptError:
+    """An error that lives on in a result must not keep the map of the file alive through its traceback."""
+    return error.with_traceback(None)

@@ -57,10 +57,11 @@ def reuse(engine: WrappingEngine) -> Diagnosis:
     unlike = _apart(cold, _next(engine))
     try:
         engine.load(state, prefix)
+        if not np.array_equal(engine.held_token_ids(), prefix):
+            return fail(NAME, f"after the load it holds other tokens than the state's {_N_PREFIX}", _PRETENDS)
+        engine.evaluate(prefix, n_kept=_N_PREFIX - 1)
     except EngineFailed as error:
         return fail(NAME, f"it refuses its own state: {error}", _PRETENDS)
-    if not np.array_equal(engine.held_token_ids(), prefix):
-        return fail(NAME, f"after the load it holds other tokens than the state's {_N_PREFIX}", _PRETENDS)
     warm, warm_more = _next(engine), _after(engine, more)
     engine.evaluate(ids[: _N_PREFIX + _N_MORE])
     return _verdict(unlike, {"at once": (cold, warm), "two tokens on": (cold_more, warm_more)}, _next(engine))

@@ -201,7 +201,12 @@ class SaveResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreResult:
-    """What a restore did. On anything but a hit `n_restored` is 0; `reason` says why, and `error` is set on `FAILED`."""
+    """What a restore did. On anything but a hit `n_restored` is 0; `reason` says why, and `error` is set on `FAILED`.
+
+    `n_restored` is the count of tokens whose evaluation was spared. `n_evaluated` is 1 where the whole input was restored and its
+    last token decoded again; 0 where the checkpoint has only the input's first `n_restored` tokens: the engine then holds these,
+    and the rest is the caller's to evaluate (`warm` does).
+    """
 
     outcome: Outcome
     reason: str
@@ -210,6 +215,18 @@ class RestoreResult:
     checkpoint: Checkpoint | None
     elapsed_s: float
     error: LlamaCkptError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeResult:
+    """What a merge did: the cells of `n_merged` tokens came from `checkpoint` behind those that were held, and the engine now
+    holds `n_held` in all. The last token was decoded again, for its logits.
+    """
+
+    checkpoint: Checkpoint
+    n_merged: int
+    n_held: int
+    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +261,11 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Totals over the registry, recounted from the rows at every call."""
+    """Totals over the registry, recounted from the rows at every call.
+
+    `events` has how often each of `metrics.Event` was met by all processes since the registry was made, without those that
+    never were.
+    """
 
     n_active: int
     n_stale: int
@@ -254,6 +275,7 @@ class Stats:
     hit_count: int
     spared_ms: int
     models: tuple[ModelStats, ...] = field(default=())
+    events: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

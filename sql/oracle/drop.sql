@@ -32,6 +32,7 @@ BEGIN
   drop_it('TABLE checkpoint_prefix PURGE', -942);
   drop_it('TABLE ghost_seen PURGE', -942);
   drop_it('TABLE gc_schedule PURGE', -942);
+  drop_it('TABLE usage_day PURGE', -942);
   drop_it('TABLE save_claim PURGE', -942);
   drop_it('TABLE gc_run_item PURGE', -942);
   drop_it('TABLE gc_run PURGE', -942);

@@ -33,6 +33,7 @@ GRANT READ ON gc_run TO llama_ckpt_reader;
 GRANT READ ON gc_run_item TO llama_ckpt_reader;
 GRANT READ ON ghost_seen TO llama_ckpt_reader;
 GRANT READ ON gc_schedule TO llama_ckpt_reader;
+GRANT READ ON usage_day TO llama_ckpt_reader;
 GRANT READ ON llama_checkpoint_v TO llama_ckpt_reader;
 
 -- The writer saves, restores, pins and removes: it marks rows STALE, but deletes none.
@@ -47,6 +48,7 @@ GRANT SELECT ON gc_run TO llama_ckpt_writer;
 GRANT SELECT ON gc_run_item TO llama_ckpt_writer;
 GRANT SELECT ON ghost_seen TO llama_ckpt_writer;
 GRANT SELECT ON gc_schedule TO llama_ckpt_writer;
+GRANT SELECT, INSERT, UPDATE ON usage_day TO llama_ckpt_writer;
 GRANT SELECT ON llama_checkpoint_v TO llama_ckpt_writer;
 
 -- The collector prunes and frees: it marks and deletes rows, but adds no checkpoint.
@@ -59,6 +61,7 @@ GRANT SELECT, DELETE ON checkpoint_prefix TO llama_ckpt_collector;
 GRANT SELECT, INSERT, UPDATE, DELETE ON save_claim TO llama_ckpt_collector;
 GRANT SELECT, INSERT, UPDATE, DELETE ON ghost_seen TO llama_ckpt_collector;
 GRANT SELECT, INSERT, UPDATE, DELETE ON gc_schedule TO llama_ckpt_collector;
+GRANT SELECT ON usage_day TO llama_ckpt_collector;
 GRANT SELECT, INSERT, UPDATE, DELETE ON gc_run TO llama_ckpt_collector;
 GRANT SELECT, INSERT ON gc_run_item TO llama_ckpt_collector;
 GRANT SELECT ON llama_checkpoint_v TO llama_ckpt_collector;

@@ -22,6 +22,7 @@ DROP VIEW IF EXISTS llama_checkpoint_v;
 DROP TABLE IF EXISTS checkpoint_prefix;
 DROP TABLE IF EXISTS ghost_seen;
 DROP TABLE IF EXISTS gc_schedule;
+DROP TABLE IF EXISTS usage_day;
 DROP TABLE IF EXISTS save_claim;
 DROP TABLE IF EXISTS gc_run_item;
 DROP TABLE IF EXISTS gc_run;

@@ -4,11 +4,14 @@ import contextlib
 import sqlite3
 
 import pytest
+from support import samples
+from support.sample_engine import SampleEngine
 
 from llama_ckpt.config import DEFAULTS
 from llama_ckpt.db import migrate
 from llama_ckpt.errors import BadInput, NotFound, SchemaTooNew, VerifyFailed
-from llama_ckpt.registry import DATABASE_FILE
+from llama_ckpt.registry import DATABASE_FILE, Registry
+from llama_ckpt.values import Outcome
 
 # -- stats --------------------------------------------------------------------------------------------------------------
 
@@ -31,6 +34,18 @@ def test_stats_count_checkpoints_bytes_hits_and_time_spared(run, populated):
     active = sum(populated.path(name).stat().st_size for name in ("one", "crlf", "other"))
     assert (totals["active_bytes"], totals["stale_bytes"]) == (active, populated.path("two").stat().st_size)
     assert run("stats", "-q").succeeded().lines == ["3"]
+
+
+def test_stats_show_what_was_met_in_files_over_all_processes(run, populated):
+    assert run("stats", "--json").succeeded().json()["totals"]["events"] == {}
+    assert "met in files" not in run("stats").succeeded().out
+    populated.path("other").write_bytes(bytes(3) + populated.path("other").read_bytes())
+    engine = SampleEngine(samples.F16_FLASH, weights="cd" * 32)
+    for _ in range(2):
+        with Registry.open(store=populated.root) as registry:
+            assert registry.restore(engine, "one").outcome is Outcome.HIT
+    assert ["padding_detected", "2"] in [line.split() for line in run("stats").succeeded().lines]
+    assert run("stats", "--json").succeeded().json()["totals"]["events"] == {"padding_detected": 2}
 
 
 def test_stats_of_an_empty_registry_are_zeros(run, empty):

@@ -65,29 +65,29 @@ def test_a_load_that_leaves_what_was_there_before_fails(engine, monkeypatch):
 def test_a_last_token_that_is_counted_twice_fails(engine, monkeypatch):
     """As recurrent memory does, which cannot take the last token back before it is decoded again."""
 
-    def load(state, token_ids):
-        engine._set_state(state, len(token_ids))
-        engine.llama.input_ids[: len(token_ids)] = token_ids
-        engine.llama.n_tokens = len(token_ids)
-        engine.llama.eval([int(token_ids[-1])])
+    real = engine.evaluate
 
-    monkeypatch.setattr(engine, "load", load)
-    monkeypatch.setattr(engine, "held_token_ids", lambda: engine.llama.input_ids[:4].astype(np.int32))
+    def evaluate(token_ids, *_, n_kept=0):
+        if n_kept == 0:
+            real(token_ids)
+        else:
+            engine.llama.eval([int(token_ids[-1])])
+
+    monkeypatch.setattr(engine, "evaluate", evaluate)
     line = reuse.reuse(engine)
     assert line.level is Level.FAIL
     assert "its logits are off by" in line.detail
 
 
 def test_a_state_that_is_right_for_one_token_only_fails_two_tokens_on(engine, monkeypatch):
-    real = engine.load
+    real = engine.evaluate
 
-    def load(state, token_ids):
-        real(state, token_ids)
-        logits = engine.llama.scores[engine.llama.n_tokens - 1].copy()
-        llama_cpp.llama_memory_seq_rm(engine._memory, 0, 0, 2)  # the first tokens' cells go, the logits stay
-        engine.llama.scores[engine.llama.n_tokens - 1] = logits
+    def evaluate(token_ids, *_, n_kept=0):
+        real(token_ids, n_kept=n_kept)
+        if n_kept:
+            llama_cpp.llama_memory_seq_rm(engine._memory, 0, 0, 2)  # the first tokens' cells go, the logits stay
 
-    monkeypatch.setattr(engine, "load", load)
+    monkeypatch.setattr(engine, "evaluate", evaluate)
     line = reuse.reuse(engine)
     assert line.level is Level.FAIL
     assert "two tokens on" in line.detail

@@ -44,6 +44,7 @@ def loaded(engine, state, ids):
     """The next logits after loading a state; all cells were zeroed before."""
     engine._forget(clear_data=True)
     engine.load(state, ids)
+    engine.evaluate(ids, n_kept=len(ids) - 1)
     return logits(engine)
 
 
@@ -138,7 +139,7 @@ def test_a_file_of_an_older_llama_cpp_restores_with_the_logits_of_a_fresh_run(lo
     engine = load()
     file = engine_files.read(memoryview(samples.data(name)), name)
     _, expected = fresh(engine, file.token_ids)
-    state = kv_edit.to_dialect(engine_files.sequence_state(file), Dialect.from_text(engine.dialect))
+    state = kv_edit.to_dialect(engine_files.sequence_state(file), engine.layout)
     assert np.abs(loaded(engine, state, file.token_ids) - expected).max() == 0.0
 
 
@@ -148,7 +149,7 @@ def test_a_slot_of_a_newer_llama_server_restores_in_this_engine(load):
     name = samples.V4_TWO_STREAMS
     file = engine_files.read(memoryview(samples.data(name)), name)
     own, expected = fresh(engine, file.token_ids)
-    state = kv_edit.to_dialect(engine_files.sequence_state(file), Dialect.from_text(engine.dialect))
+    state = kv_edit.to_dialect(engine_files.sequence_state(file), engine.layout)
     assert len(state) == len(own)
     for rows in (kv_state.parse(own).k[0], kv_state.parse(own).v[0]):
         assert bytes(state[rows.offset : rows.offset + 4 * 384]) == bytes(own[rows.offset : rows.offset + 4 * 384])
@@ -163,7 +164,7 @@ def test_a_rotated_slot_of_a_newer_llama_server_restores_where_the_engine_rotate
     name = samples.V4_ROTATED
     file = engine_files.read(memoryview(samples.data(name)), name)
     _, expected = fresh(engine, file.token_ids)
-    dialect = Dialect.from_text(engine.dialect)
+    dialect = engine.layout
     with pytest.raises(Incompatible, match=r"rotated by \(64, 64\) in the state, by \(0, 0\) in the engine"):
         kv_edit.to_dialect(engine_files.sequence_state(file), dialect, now=(0, 0))
     state = kv_edit.to_dialect(engine_files.sequence_state(file), dialect, now=(64, 64))
@@ -179,7 +180,7 @@ def test_a_live_state_goes_to_a_newer_dialect_and_back(load, options):
     state, expected = fresh(engine, ids)
     rotation = (64, 64) if "type_k" in options else None
     there = kv_edit.to_dialect(state, Dialect(4, True), seq_id=3, rotation=rotation, now=rotation)
-    back = kv_edit.to_dialect(there, Dialect.from_text(engine.dialect), now=rotation)
+    back = kv_edit.to_dialect(there, engine.layout, now=rotation)
     assert bytes(back) == bytes(state)
     assert np.array_equal(loaded(engine, back, ids), expected)
 

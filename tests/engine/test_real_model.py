@@ -195,13 +195,15 @@ def test_what_a_model_is_is_known_after_wrapping(engine):
     assert (engine.dimensions.n_layer, engine.dimensions.n_kv_head, engine.dimensions.kv_token_bytes) == (30, 3, 23040)
     assert engine.memory_kind is MemoryKind.FULL
     assert engine.model_name == "SmolLM2-135M-Instruct.Q4_1"
-    assert engine.dialect == "streams=1 rotation_words=0"
+    assert str(engine.layout) == "streams=1 rotation_words=0"
+    assert engine.rotation == (0, 0)
 
 
 def test_a_state_recorded_by_an_older_engine_continues_as_a_fresh_one(engine):
     ids, state = samples.read(samples.V2)  # llama-cpp-python 0.3.26
     logits, expected = cold_run(engine, ids)
     engine.load(memoryview(state), ids)
+    engine.evaluate(ids, n_kept=len(ids) - 1)
     assert np.abs(next_logits(engine) - logits).max() < 1e-3
     assert greedy(engine, ids) == expected
 
@@ -311,8 +313,9 @@ def test_a_decode_that_fails_half_way_leaves_engine_and_wrapper_empty(engine, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.llama, "eval", broken)
+        engine.load(memoryview(state), ids)
         with pytest.raises(EngineFailed, match="llama_decode returned -3"):
-            engine.load(memoryview(state), ids)
+            engine.evaluate(ids, n_kept=29)
     assert (engine.llama.n_tokens, positions(engine)) == (0, (-1, -1))
     engine.load(memoryview(state), ids)
     assert positions(engine) == (0, 29)

@@ -13,6 +13,7 @@ from support.sample_engine import NOTHING, SampleEngine
 from llama_ckpt.collector import Collector
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import BadInput, EngineStateMismatch, EvidenceRefused, NotFound, StoreUnavailable, Unsupported
+from llama_ckpt.formats.kv_layout import Dialect
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
 
@@ -279,11 +280,22 @@ def test_an_engine_whose_tokenizer_changed_gets_no_match_and_its_warm_supersedes
     assert registry.restore(engine, "one").outcome is Outcome.HIT
 
 
-def test_an_engine_of_another_dialect_gets_no_match_before_it_is_touched(registry, engine, saved):
-    engine.dialect = "streams=1 rotation_words=1"
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Dialect(1, rotation_words=True), r"rotated by (0, 0) in the state, by (64, 64) in the engine"),
+        (Dialect(1, cell_extension=12), "its cells have 0 bytes more, the engine's 12"),
+        (None, "(full memory) is not known"),
+    ],
+    ids=["rotation", "extension", "unknown"],
+)
+def test_an_engine_that_no_translation_reaches_gets_no_match_before_it_is_touched(
+    registry, engine, saved, layout, words
+):
+    engine.layout, engine.rotation = layout, (64, 64)
     back = registry.restore(engine, "one")
     assert back.outcome is Outcome.NO_MATCH
-    assert "of dialect 'streams=1 rotation_words=0', the engine speaks 'streams=1 rotation_words=1'" in back.reason
+    assert words in back.reason
     assert engine.n_loads == 0
     assert registry.get(saved.id).status is Status.ACTIVE
     assert registry.warm(engine, "one").save.outcome is SaveOutcome.SAVED

@@ -24,7 +24,7 @@ from support import oracle_rules
 from support.recording_oracle import COMMIT, ROLLBACK, RecordingOracle, Statement
 
 from llama_ckpt.collector import Collector
-from llama_ckpt.db import collecting, coordination, migrate, prefixes, queries, schedules
+from llama_ckpt.db import collecting, coordination, migrate, prefixes, queries, schedules, usage
 from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.db.tables import checkpoint_prefix, gc_run, llama_model, registry_lease, save_claim
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
@@ -49,7 +49,7 @@ from llama_ckpt.verify import Verifier
 
 URL = "oracle+oracledb://someone:secret@db.example/?service_name=FREEPDB1"
 VERSIONS = {"19c": "19.21.0.0.0", "23ai": "23.5.0.24.7"}
-LAYER = (queries, collecting, coordination, prefixes, schedules)
+LAYER = (queries, collecting, coordination, prefixes, schedules, usage)
 DRIVEN: dict[str, set[str]] = {version: set() for version in VERSIONS}
 
 
@@ -325,6 +325,40 @@ def test_a_database_that_stays_away_is_a_failed_match_and_no_exception(registry,
     assert found.outcome is Outcome.FAILED
     assert "DPY-4011" in found.reason
     assert "secret" not in found.reason
+
+
+def shift(registry, row):
+    """Puts a zero byte before a file."""
+    path = registry.store.root / row.file_path
+    path.write_bytes(b"\0" + path.read_bytes())
+
+
+def test_what_is_met_in_a_file_is_counted_in_the_transaction_of_the_hit(registry, engine, saved, oracle):
+    shift(registry, saved)
+    registry.restore(engine, "one")
+    mark = len(oracle.log)
+    registry.restore(engine, "one")
+    last = since(oracle, mark)[-6:]
+    assert last == ["COMMIT", "UPDATE", "UPDATE", "SELECT", "UPDATE", "COMMIT"]
+    assert registry.stats().events == {"padding_detected": 2}
+    assert registry.get(saved.id).hit_count == 2
+
+
+def test_two_hosts_that_count_the_first_of_a_day_at_once_both_count(registry, engine, saved, oracle):
+    shift(registry, saved)
+    oracle.fail("INSERT INTO usage_day", 1)
+    assert registry.restore(engine, "one").outcome is Outcome.HIT
+    row = registry.get(saved.id)
+    assert (row.hit_count, row.lease_until_us) == (1, None)
+    assert registry.stats().events == {"padding_detected": 1}
+
+
+def test_a_count_that_cannot_be_written_costs_no_restore(registry, engine, saved, oracle, caplog):
+    shift(registry, saved)
+    oracle.fail("INSERT INTO usage_day", 1, times=2)
+    assert registry.restore(engine, "one").outcome is Outcome.HIT
+    assert f"what became of checkpoint {saved.id} was not recorded" in caplog.text
+    assert registry.stats().events == {}
 
 
 # -- care ---------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def parts(sample: str) -> tuple[bytes, bytes]:
         created_ns=1_700_000_000_123_456_789,
     )
     metadata = {
-        "dialect": engine.dialect,
+        "dialect": str(engine.layout),
         "engine": engine.engine_name,
         "fingerprint": dict(engine.fingerprint.fields),
         "memory_kind": "full",

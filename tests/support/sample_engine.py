@@ -9,9 +9,9 @@ import numpy as np
 from support import samples
 
 from llama_ckpt.engine import no_progress
-from llama_ckpt.errors import BadInput, EngineFailed
+from llama_ckpt.errors import BadInput, EngineFailed, EngineStateMismatch
 from llama_ckpt.fingerprint import fingerprint
-from llama_ckpt.formats import kv_state
+from llama_ckpt.formats import kv_edit, kv_state
 from llama_ckpt.values import MemoryKind, ModelDimensions
 
 NOTHING = np.empty(0, dtype=np.int32)
@@ -34,7 +34,7 @@ class SampleEngine:
         self.model_name = model_name
         self.n_ctx = n_ctx
         parsed = kv_state.parse(memoryview(self.state))
-        self.dialect = parsed.dialect
+        self.layout, self.rotation = parsed.layout, parsed.rotation_words
         self.dimensions = ModelDimensions(n_layer=parsed.n_layer, n_kv_head=3, kv_token_bytes=parsed.token_bytes)
         fields = {
             "weights": weights,
@@ -56,16 +56,21 @@ class SampleEngine:
         return self.held
 
     def capture(self):
-        return memoryview(bytearray(self.state)).toreadonly()
+        n, whole = len(self.held), memoryview(bytearray(self.state)).toreadonly()
+        return kv_edit.cut(whole, n) if 0 < n < len(self.ids) and (self.held == self.ids[:n]).all() else whole
 
     def load(self, state, token_ids):
         self.n_loads += 1
-        if self.refuses or bytes(state) != self.state:
+        n, whole = len(token_ids), memoryview(self.state)
+        expected = kv_edit.cut(whole, n) if n < len(self.ids) else whole
+        if self.refuses or state != expected:
             self.held = NOTHING
             raise EngineFailed(reason="it took 0 bytes of state")
         self.held = token_ids
 
-    def evaluate(self, token_ids, progress=no_progress):
-        self.n_evaluations += 1
+    def evaluate(self, token_ids, progress=no_progress, *, n_kept=0):
+        if n_kept > min(len(self.held), len(token_ids) - 1) or (self.held[:n_kept] != token_ids[:n_kept]).any():
+            raise EngineStateMismatch(reason=f"it does not hold the first {n_kept}")
+        self.n_evaluations += n_kept == 0  # from nothing
         self.held = token_ids
         progress(len(token_ids), len(token_ids))

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
+from llama_ckpt.db import usage
 from llama_ckpt.db.tables import checkpoint_prefix, llama_model, registry_info
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.types import Digest, now_us
@@ -358,7 +359,7 @@ def _checkpoint(row: sa.Row[Any]) -> Checkpoint:
 
 
 def stats(db: sa.Connection) -> Stats:
-    """Totals, recounted from the rows."""
+    """Totals, recounted from the rows, and what was met how often."""
     per_model = sa.select(
         meta.c.model_name,
         meta.c.fingerprint,
@@ -390,6 +391,7 @@ def stats(db: sa.Connection) -> Stats:
             )
             for r in active
         ),
+        events=usage.totals(db),
     )
 
 

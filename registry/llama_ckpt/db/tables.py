@@ -195,6 +195,15 @@ gc_schedule = Table(
     Column("last_result", String(400), nullable=True),
 )
 
+# How often what is rare was met, per day since 1970 (UTC, the database's clock).
+usage_day = Table(
+    "usage_day",
+    metadata,
+    Column("day_no", Integer, primary_key=True, autoincrement=False),
+    Column("event_name", String(30), primary_key=True),
+    Column("n_times", BigInteger, nullable=False),
+)
+
 registry_lease = Table(
     "registry_lease",
     metadata,

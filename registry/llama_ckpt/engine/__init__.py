@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from llama_ckpt.fingerprint import TokenIds
+from llama_ckpt.formats.kv_edit import Rotation
+from llama_ckpt.formats.kv_layout import Dialect
 from llama_ckpt.values import Fingerprint, MemoryKind, ModelDimensions
 
 Progress = Callable[[int, int], None]
@@ -39,8 +41,12 @@ class Engine(Protocol):
         """The shape of one token's KV state."""
 
     @property
-    def dialect(self) -> str:
-        """The dialect of the engine's states, comparable with `KvState.dialect`."""
+    def layout(self) -> Dialect | None:
+        """How the engine lays out its states: what it reads and writes. None where its memory is not a full attention cache."""
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """How the engine rotates K and V: the sizes of the two matrices, 0 for none. None where that is not known."""
 
     @property
     def n_ctx(self) -> int:
@@ -60,16 +66,20 @@ class Engine(Protocol):
         """
 
     def load(self, state: memoryview, token_ids: TokenIds) -> None:
-        """Replaces the held state by `state`, and decodes the last token again so that its logits are there.
+        """Replaces the held state by `state`, the cells of exactly these tokens. A state has no logits: before the next token is
+        sampled, the last one is evaluated again.
 
         Raises:
             EngineFailed: the engine refused; it then holds nothing, and its data is cleared.
+            BadInput: more tokens than the context has cells.
         """
 
-    def evaluate(self, token_ids: TokenIds, progress: Progress = no_progress) -> None:
-        """Computes the state of `token_ids` from nothing, the last token by itself; `progress` hears tokens done and in all.
+    def evaluate(self, token_ids: TokenIds, progress: Progress = no_progress, *, n_kept: int = 0) -> None:
+        """Brings the engine to the state of `token_ids`, with the last token's logits: keeps the first `n_kept` of the held
+        tokens' cells, drops the others and computes the rest, the last token by itself. `progress` hears tokens done and in all.
 
         Raises:
-            EngineFailed: the engine failed; it then holds nothing.
-            BadInput: more tokens than the context has cells.
+            EngineFailed: the engine failed; it then holds nothing, and its data is cleared.
+            EngineStateMismatch: the first `n_kept` held tokens are not the input's, or they are all of it.
+            BadInput: more tokens than the context has cells, or an id that the vocabulary has not.
         """

@@ -17,9 +17,11 @@ import platformdirs
 
 from llama_ckpt.digests import FileDigests, identity_of, weights_digest_of
 from llama_ckpt.engine import Progress, no_progress
-from llama_ckpt.errors import BadInput, EngineFailed, EngineMissing
+from llama_ckpt.errors import BadInput, EngineFailed, EngineMissing, EngineStateMismatch
 from llama_ckpt.fingerprint import TokenIds, fingerprint
 from llama_ckpt.formats import kv_state
+from llama_ckpt.formats.ggml_types import is_quantised
+from llama_ckpt.formats.kv_edit import Rotation
 from llama_ckpt.values import FieldValue, Fingerprint, MemoryKind, ModelDimensions
 
 try:
@@ -49,9 +51,10 @@ _NO_OVERRIDE: dict[str, FieldValue] = {
 class LlamaCppEngine:
     """An engine around an existing `llama_cpp.Llama`.
 
-    After `load` and `evaluate` the `Llama` goes on as if it had evaluated the tokens itself: `n_tokens`, `input_ids` and
-    the next token's logits are right, completions reuse the prefix, seed and sampler are untouched. With `logits_all`
-    the scores of restored positions are NaN: a state holds no logits.
+    After `evaluate` the `Llama` goes on as if it had evaluated the tokens itself: `n_tokens`, `input_ids` and the next token's
+    logits are right, completions reuse the prefix, seed and sampler are untouched. After `load` the same holds but for the
+    logits, which a state has not: a completion evaluates the last token again. With `logits_all` the scores of loaded positions
+    are NaN.
 
     Making one decodes a single token when the `Llama` holds nothing yet, to learn the layout of its states. The weights are
     those of the file under the `Llama`'s path at this moment, and LLAMA_ATTN_ROT_DISABLE is read now: wrap a `Llama` soon
@@ -81,13 +84,14 @@ class LlamaCppEngine:
         self._memory = llama_cpp.llama_get_memory(llama.ctx)
         self._digests = digests or FileDigests(platformdirs.user_cache_path("llama-ckpt") / "digests.json")
         probe = self._probe() if self.memory_kind is MemoryKind.FULL else None
-        self.dialect = probe.dialect if probe else f"{self.memory_kind} memory"
+        self.layout = probe.layout if probe else None
         self.dimensions = ModelDimensions(
             n_layer=probe.n_layer if probe else llama_cpp.llama_model_n_layer(llama.model),
             n_kv_head=llama_cpp.llama_model_n_head_kv(llama.model),
             kv_token_bytes=probe.token_bytes if probe else 0,
         )
         self.fingerprint = self._fingerprint(path, probe, progress)
+        self.rotation = _rotation(llama, probe, rotates="kv_rotation" in self.fingerprint.fields) if probe else None
 
     @classmethod
     def from_path(
@@ -202,17 +206,23 @@ class LlamaCppEngine:
         return buffer.data.toreadonly()
 
     def load(self, state: memoryview, token_ids: TokenIds) -> None:
-        """Replaces the held state by `state`, and decodes the last token again so that its logits are there.
+        """Replaces the held state by `state`, the cells of exactly these tokens; the next token's logits are not there.
 
         Raises:
             EngineFailed: the engine refused; it then holds nothing, its data is cleared and the wrapper agrees.
+            BadInput: more tokens than the context has cells.
         """
+        n_tokens = len(token_ids)
+        self._require_room(n_tokens)
         try:
-            self._set_state(state, len(token_ids))
-            self._decode_last(token_ids)
+            self._set_state(state, n_tokens)
         except BaseException:
             self._forget(clear_data=True)
             raise
+        self.llama.input_ids[:n_tokens] = token_ids
+        if self.llama._logits_all:
+            self.llama.scores[:n_tokens, :] = np.nan
+        self.llama.n_tokens = n_tokens
 
     def _set_state(self, state: memoryview, n_tokens: int) -> None:
         self._forget(clear_data=False)
@@ -228,37 +238,26 @@ class LlamaCppEngine:
         if span != (0, n_tokens - 1):
             raise EngineFailed(reason=f"after loading {n_tokens} tokens it holds positions {span[0]} to {span[1]}")
 
-    def _decode_last(self, token_ids: TokenIds) -> None:
-        """A state has no logits: the last cell is dropped and its token decoded, as after a cold run that ended with it."""
-        n_before = len(token_ids) - 1
-        self.llama.input_ids[:n_before] = token_ids[:n_before]
-        if self.llama._logits_all:
-            self.llama.scores[:n_before, :] = np.nan
-        self.llama.n_tokens = n_before
-        self._eval(token_ids[n_before:])
+    def evaluate(self, token_ids: TokenIds, progress: Progress = no_progress, *, n_kept: int = 0) -> None:
+        """Brings the `Llama` to the state of `token_ids`, of which the first `n_kept` are held already; `progress` hears tokens
+        done and in all.
 
-    def evaluate(self, token_ids: TokenIds, progress: Progress = no_progress) -> None:
-        """Computes the state of `token_ids` from nothing; `progress` hears tokens done and in all.
-
-        The last token is decoded by itself, as after a restore: so cold and restored runs compute the same numbers in the
+        The last token is decoded by itself, also after a restore: so cold and restored runs compute the same numbers in the
         same batch shapes, and continue alike.
 
         Raises:
-            EngineFailed: the engine failed; it then holds nothing.
-            BadInput: more tokens than the context has cells.
+            EngineFailed: the engine failed; it then holds nothing, its data is cleared and the wrapper agrees.
+            EngineStateMismatch: the first `n_kept` held tokens are not the input's, or they are all of it.
+            BadInput: more tokens than the context has cells, or an id that the vocabulary has not.
         """
         total = len(token_ids)
-        if total > self.n_ctx:
-            raise BadInput(
-                what="input",
-                value=f"{total} tokens",
-                reason=f"the context has {self.n_ctx}; set a larger n_ctx",
-            )
+        self._require_room(total)
         if (largest := int(token_ids.max())) >= self.llama.n_vocab():
             raise BadInput(what="token id", value=largest, reason=f"the model's vocabulary has {self.llama.n_vocab()}")
+        self._require_held(token_ids, n_kept)
         try:
-            self._forget(clear_data=False)
-            for start in range(0, total - 1, self.llama.n_batch):
+            self._drop_from(n_kept)
+            for start in range(n_kept, total - 1, self.llama.n_batch):
                 self._eval(token_ids[start : min(start + self.llama.n_batch, total - 1)])
                 progress(self.llama.n_tokens, total)
             self._eval(token_ids[total - 1 :])
@@ -266,6 +265,28 @@ class LlamaCppEngine:
         except BaseException:
             self._forget(clear_data=True)
             raise
+
+    def _require_room(self, n_tokens: int) -> None:
+        if n_tokens > self.n_ctx:
+            reason = f"the context has {self.n_ctx}; set a larger n_ctx"
+            raise BadInput(what="input", value=f"{n_tokens} tokens", reason=reason)
+
+    def _require_held(self, token_ids: TokenIds, n_kept: int) -> None:
+        held = self.held_token_ids()
+        if not 0 <= n_kept <= min(len(held), len(token_ids) - 1):
+            reason = f"{n_kept} tokens of {len(token_ids)} cannot be kept where it holds {len(held)}"
+            raise EngineStateMismatch(reason=reason)
+        differ = (held[:n_kept] != token_ids[:n_kept]).nonzero()[0]
+        if differ.size:
+            raise EngineStateMismatch(reason=f"they differ from token {int(differ[0])} on")
+
+    def _drop_from(self, n_tokens: int) -> None:
+        """Leaves the first `n_tokens` cells in engine and wrapper."""
+        if n_tokens == 0:
+            self._forget(clear_data=False)
+        elif not llama_cpp.llama_memory_seq_rm(self._memory, _SEQ, n_tokens, -1):
+            raise EngineFailed(reason=f"its memory cannot be cut after {n_tokens} tokens")
+        self.llama.n_tokens = n_tokens
 
     def _eval(self, token_ids: TokenIds) -> None:
         try:
@@ -301,6 +322,26 @@ def _rotates(fields: dict[str, FieldValue]) -> bool:
     quantised = any(str(fields[k]) not in ("f32", "f16", "bf16", "none") for k in ("type_k", "type_v"))
     switch = "LLAMA_ATTN_ROT_DISABLE"
     return quantised and _atoi(os.environ.get(switch, "0")) == 0 and _library_contains(switch.encode())
+
+
+def _rotation(llama: llama_cpp.Llama, probe: kv_state.KvState, *, rotates: bool) -> Rotation | None:
+    """The sizes of K's and V's rotation, 0 for none: as the engine's own state tells; else where there is no doubt.
+
+    llama.cpp rotates quantised rows by a Hadamard matrix of 64 values, or of a larger power of two, that divides the head
+    (llama_kv_cache's constructor, src/llama-kv-cache.cpp, b11434). Builds that do not tell may differ in which of them.
+    """
+    if probe.rotation_words is not None:
+        return probe.rotation_words
+    arch = llama.metadata.get("general.architecture", "")
+    head = llama_cpp.llama_model_n_embd(llama.model) // max(llama_cpp.llama_model_n_head(llama.model), 1)
+    sizes = []
+    for part, rows in (("key", probe.k), ("value", probe.v)):
+        n_values = int(llama.metadata.get(f"{arch}.attention.{part}_length", head))
+        rotated = rotates and bool(rows) and is_quantised(rows[0].ggml_type) and n_values % 64 == 0
+        if rotated and n_values % 128 == 0:
+            return None
+        sizes.append(64 if rotated else 0)
+    return sizes[0], sizes[1]
 
 
 def _atoi(text: str) -> int:
