@@ -9,10 +9,12 @@ import typer
 
 from llama_ckpt_cli.inputs import ContextSize, FlashAttention, Gguf, KvType, Text, TextFile, Threads
 from llama_ckpt_cli.output import size, span, when
-from llama_ckpt_cli.session import Session, command
+from llama_ckpt_cli.session import MATCHING, Session, command
 
 if TYPE_CHECKING:
+    from llama_ckpt.registry import Registry
     from llama_ckpt.values import Checkpoint, MatchResult, WarmResult
+    from llama_ckpt_cli.inputs import Asked
     from llama_ckpt_cli.output import Output
 
 NO_MATCH_EXIT = 3
@@ -24,7 +26,7 @@ Ids = Annotated[list[str], typer.Argument(help="Checkpoint ids, or their first d
 def add_to(app: typer.Typer) -> None:
     """Adds the commands."""
     command(app, "warm")(warm)
-    command(app, "match")(match)
+    command(app, "match", policy=MATCHING)(match)
     command(app, "ls")(ls)
     command(app, "show")(show)
     command(app, "pin")(pin)
@@ -89,17 +91,23 @@ def match(
     text_file: TextFile = None,
     text: Text = None,
     hash_hex: Annotated[str | None, typer.Option("--hash", help="SHA-256 of the input, 64 hex digits.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", help="File with the input's token ids, decimal; - reads stdin.")
+    ] = None,
 ) -> None:
-    """Say which checkpoint matches an input. Needs no llama-cpp-python. Exit code 3: none."""
-    from llama_ckpt.values import MatchResult, Outcome
-    from llama_ckpt_cli.inputs import input_sha256, weights_of
+    """Say which checkpoint matches an input, whole or by prefix. Exit code 3: none.
 
-    of_input = input_sha256(text, text_file, hash_hex)
+    Only prefixes of a text need llama-cpp-python, and a GGUF file as --model: its vocabulary, not its weights.
+    """
+    from llama_ckpt.values import MatchResult, Outcome
+    from llama_ckpt_cli.inputs import asked_input, weights_of
+
+    asked = asked_input(text, text_file, hash_hex, tokens)
     weights = None if model is None else weights_of(model, session.out)
-    found = MatchResult(outcome=Outcome.NO_MATCH, reason="there is no registry yet", input_hash=of_input)
+    found = MatchResult(outcome=Outcome.NO_MATCH, reason="there is no registry yet", input_hash=asked.of_input)
     with session.existing_registry() as registry:
         if registry is not None:
-            found = registry.match_hash(of_input, model=model if weights is None else None, weights=weights)
+            found = _find(session.out, registry, asked, model, weights)
     bare = [found.checkpoint.id] if found.checkpoint else []
     session.out.result(found, lambda: _tell_match(session.out, found), bare)
     if found.error is not None:
@@ -108,20 +116,42 @@ def match(
         raise typer.Exit(NO_MATCH_EXIT)
 
 
+def _find(out: Output, registry: Registry, asked: Asked, model: str | None, weights: bytes | None) -> MatchResult:
+    """By hash where that is all there is or enough; a vocabulary is loaded only for a text that is not found whole."""
+    from llama_ckpt.values import Outcome
+    from llama_ckpt_cli.inputs import load_vocabulary
+
+    name = model if weights is None else None
+    if asked.given is not None and not isinstance(asked.given, str):
+        return registry.match(asked.given, model=name, weights=weights)
+    found = registry.match_hash(asked.of_input, model=name, weights=weights)
+    if found.outcome is not Outcome.NO_MATCH or asked.given is None or weights is None:
+        return found
+    vocabulary = load_vocabulary(str(model), out)
+    return found if vocabulary is None else registry.match(asked.given, vocabulary=vocabulary, weights=weights)
+
+
 def _tell_match(out: Output, found: MatchResult) -> None:
     pairs = {"outcome": found.outcome.value, "reason": found.reason, "input SHA-256": found.input_hash.hex()}
+    row = found.checkpoint or found.nearest
     if found.checkpoint is not None:
         c = found.checkpoint
         pairs |= {
             "checkpoint": c.id,
             "model": c.model_name,
-            "tokens reusable": f"{found.n_reusable} of {c.n_tokens}",
+            "tokens matching": f"{found.n_matching} of {found.n_tokens}; the checkpoint has {c.n_tokens}",
+            "tokens reusable": f"{found.n_reusable} of {found.n_tokens}",
             "file": f"{c.file_path} ({size(c.file_size)})",
             "saved": when(c.created_us),
             "hits": str(c.hit_count),
         }
-    elif found.nearest is not None:
-        pairs["nearest"] = f"{found.nearest.id} ({found.nearest.model_name})"
+    elif row is not None:
+        pairs["nearest"] = f"{row.id} ({row.model_name})"
+    if found.divergence is not None:
+        d = found.divergence
+        texts = {"after": d.before, "input goes on": d.in_input, "checkpoint goes on": d.in_checkpoint}
+        pairs["diverges at token"] = str(d.at)
+        pairs |= {name: repr(text) for name, text in texts.items() if text is not None}
     out.fields(pairs)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +13,8 @@ import typer
 
 if TYPE_CHECKING:
     from llama_ckpt.engine.llamacpp import LlamaCppEngine
+    from llama_ckpt.engine.vocabulary import LlamaCppVocabulary
+    from llama_ckpt.fingerprint import TokenIds
     from llama_ckpt_cli.output import Output
 
 TextFile = Annotated[
@@ -36,12 +41,18 @@ def input_bytes(text: str | None, text_file: str | None) -> bytes:
         raise BadInput(what="input", value=given, reason="give one of --text and --text-file")
     if text is not None:
         return text.encode(errors="surrogateescape")
-    if text_file == "-":
+    return _read(str(text_file))
+
+
+def _read(file: str) -> bytes:
+    from llama_ckpt.errors import BadInput
+
+    if file == "-":
         return sys.stdin.buffer.read()
     try:
-        return Path(str(text_file)).read_bytes()
+        return Path(file).read_bytes()
     except OSError as error:
-        raise BadInput(what="input file", value=text_file, reason=error.strerror or str(error)) from error
+        raise BadInput(what="input file", value=file, reason=error.strerror or str(error)) from error
 
 
 def input_text(text: str | None, text_file: str | None) -> str:
@@ -59,29 +70,80 @@ def input_text(text: str | None, text_file: str | None) -> str:
         raise BadInput(what="input", value=text_file or "--text", reason=f"it is no UTF-8: {error}") from error
 
 
-def input_sha256(text: str | None, text_file: str | None, hash_hex: str | None) -> bytes:
-    """The input hash: given, or of the input's bytes.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An input to look for: its hash; and the input itself, a text or token ids, where more than the hash is known. Bytes that
+    are no UTF-8 have only a hash.
+    """
+
+    of_input: bytes
+    given: str | TokenIds | None = None
+
+
+def asked_input(text: str | None, text_file: str | None, hash_hex: str | None, tokens_file: str | None) -> Asked:
+    """The input that a command was asked for, in exactly one of four ways.
 
     Raises:
-        BadInput: as `input_bytes`; an empty input; a hash that is no SHA-256 in hex.
+        BadInput: none or several are given; as `input_bytes`; an empty input; a hash that is no SHA-256 in hex; token ids that
+            are none.
     """
-    import hashlib
+    from llama_ckpt.errors import BadInput
+    from llama_ckpt.fingerprint import as_token_ids, tokens_hash
 
+    ways = {"--text": text, "--text-file": text_file, "--tokens": tokens_file, "--hash": hash_hex}
+    given = [way for way, value in ways.items() if value is not None]
+    if len(given) != 1:
+        reason = "give one of --text, --text-file, --tokens and --hash"
+        raise BadInput(what="input", value=" and ".join(given) or "none", reason=reason)
+    if tokens_file is not None:
+        ids = as_token_ids(_numbers(_read(tokens_file), tokens_file))
+        return Asked(tokens_hash(ids), ids)
+    if hash_hex is not None:
+        return Asked(_sha256(hash_hex))
+    return _asked_bytes(input_bytes(text, text_file), text_file or text)
+
+
+def _asked_bytes(data: bytes, name: str | None) -> Asked:
     from llama_ckpt.errors import BadInput
 
-    if hash_hex is None:
-        if text is None and text_file is None:
-            raise BadInput(what="input", value="none", reason="give one of --text, --text-file and --hash")
-        data = input_bytes(text, text_file)
-        if not data:
-            raise BadInput(what="input", value=text_file or text, reason="it is empty")
-        return hashlib.sha256(data).digest()
-    if text is not None or text_file is not None:
-        raise BadInput(what="input", value=hash_hex, reason="give one of --hash, --text and --text-file")
+    if not data:
+        raise BadInput(what="input", value=name, reason="it is empty")
+    with contextlib.suppress(UnicodeDecodeError):  # a hash is all that other bytes have
+        return Asked(hashlib.sha256(data).digest(), data.decode())
+    return Asked(hashlib.sha256(data).digest())
+
+
+def _sha256(hash_hex: str) -> bytes:
+    from llama_ckpt.errors import BadInput
+
     try:
         return bytes.fromhex(hash_hex)
     except ValueError as error:
         raise BadInput(what="input hash", value=hash_hex, reason="a SHA-256 has 64 hex digits") from error
+
+
+def _numbers(data: bytes, name: str) -> list[int]:
+    """Whole numbers with blanks, commas or brackets between them, as people and JSON write lists."""
+    from llama_ckpt.errors import BadInput
+
+    words = data.translate(bytes.maketrans(b",[]", b"   ")).split()
+    if wrong := next((word for word in words if not word.isdigit()), None):
+        shown = wrong[:20].decode(errors="replace")
+        raise BadInput(what="token ids", value=name, reason=f"{shown!r} is no whole number from 0 on")
+    return [int(word) for word in words]
+
+
+def load_vocabulary(model: str, out: Output) -> LlamaCppVocabulary | None:
+    """The vocabulary of a GGUF file; None with a note where it cannot be had, since whole inputs are found without."""
+    from llama_ckpt.errors import BadInput, EngineMissing
+
+    try:
+        from llama_ckpt.engine.vocabulary import LlamaCppVocabulary
+
+        return LlamaCppVocabulary(model)
+    except (BadInput, EngineMissing) as error:
+        out.note(f"only the same input is looked for, no beginning of it: {error}")
+        return None
 
 
 def weights_of(model: str, out: Output) -> bytes | None:

@@ -35,6 +35,7 @@ _COMMON: dict[str, tuple[Any, Any]] = {
 }
 
 _HELP = {
+    "min_match_tokens": "Tokens that must be the same from the first on for a match by prefix (default 16).",
     "max_age": "Mark what was saved longer ago, e.g. 30d.",
     "max_idle": "Mark what was not used for longer, e.g. 7d.",
     "max_bytes": "Bytes that all checkpoints may take, e.g. 50GB.",
@@ -54,7 +55,8 @@ _HELP = {
     "ghost_grace": "Leave files without a row alone that are younger.",
 }
 GRACES = ("stale_grace", "ghost_grace")
-LIMITS = tuple(name for name in _HELP if name not in GRACES)
+MATCHING = ("min_match_tokens",)
+LIMITS = tuple(name for name in _HELP if name not in GRACES + MATCHING)
 
 
 class Session:
@@ -106,7 +108,7 @@ class Session:
 
     def registry(self, upgrade: bool | None = None) -> Registry:
         """The registry that the settings name. The caller closes it."""
-        from llama_ckpt.config import flag
+        from llama_ckpt.config import count, flag
         from llama_ckpt.registry import Registry
 
         return Registry.open(
@@ -116,6 +118,7 @@ class Session:
             upgrade=upgrade,
             drop_page_cache=flag(self.value("drop_page_cache"), "drop_page_cache"),
             policy=self.policy(),
+            min_match_tokens=count(self.value("min_match_tokens"), "--min-match-tokens"),
         )
 
     @contextmanager
@@ -154,7 +157,7 @@ def command(
     app: typer.Typer, name: str | None, *, policy: Sequence[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a function a command: it gets a `Session` as first argument, and the common options are added, and an option for
-    each setting of `policy`. Without a name it is what the group `app` does when no command of it is named.
+    each setting that `policy` names. Without a name it is what the group `app` does when no command of it is named.
     """
     options = _COMMON | {
         key: (Annotated[str | None, typer.Option(help=_HELP[key], show_default=False)], None) for key in policy

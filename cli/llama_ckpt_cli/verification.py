@@ -88,10 +88,14 @@ def _verify_all(session: Session, max_age: str | None, max_duration: str | None,
                 bad += findings_of(row, checks)
                 progress(len(checked), total)
         ghosts = list(verifier.ghosts())
-        mended = Mender(registry.parts).repair([*bad, *ghosts]) if repair else []
+        mender = Mender(registry.parts)
+        mended = mender.repair([*bad, *ghosts]) if repair else []
+        n_linked = mender.link() if repair else 0
     _tell_ghosts(session, [] if repair else ghosts)
     for finding, result in mended:
         session.out.note(f"{finding.kind}: {finding.path}: {result}")
+    if n_linked:
+        session.out.note(f"{count(n_linked, 'checkpoint')} of an older version can now be found by prefix")
     _report(session, checked, ghosts, n_left=total - len(checked))
 
 

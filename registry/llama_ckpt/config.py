@@ -13,11 +13,13 @@ from llama_ckpt.errors import BadInput
 ENVIRONMENT_PREFIX = "LLAMA_CKPT_"
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(ib|b)?")
+_COUNT = re.compile(r"[0-9]{1,12}")
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw]?)")
 DEFAULTS: Mapping[str, str] = {
     "database_url": "",
     "store": "",
     "drop_page_cache": "false",
+    "min_match_tokens": "16",
     "stale_grace": "24h",
     "ghost_grace": "1h",
     "max_age": "",
@@ -139,6 +141,17 @@ def size_bytes(text: str, what: str) -> int:
         raise BadInput(what=what, value=text, reason="expected a size such as 500MB, 10GiB or 4096")
     power = "kmgt".index(match[2]) + 1 if match[2] else 0
     return int(float(match[1]) * float(1000 if match[3] == "b" and match[2] else 1024) ** power)
+
+
+def count(text: str, what: str) -> int:
+    """A whole number from 0 on.
+
+    Raises:
+        BadInput: it is none.
+    """
+    if not _COUNT.fullmatch(text.strip()):
+        raise BadInput(what=what, value=text, reason="expected a whole number from 0 on")
+    return int(text)
 
 
 def flag(text: str, what: str) -> bool:

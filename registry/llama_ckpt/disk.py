@@ -72,6 +72,18 @@ BINARY = getattr(os, "O_BINARY", 0)
 NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # opening a FIFO must not hang
 
 
+def read_start(path: Path | str, n_bytes: int) -> tuple[bytes, int]:
+    """The first `n_bytes` of a file, or all if it is shorter; and the size of the whole in bytes."""
+    fd = os.open(path, os.O_RDONLY | NOFOLLOW | BINARY | NONBLOCK)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise UnsafePath(path=path, reason="not a regular file")
+        return os.read(fd, n_bytes), found.st_size
+    finally:
+        os.close(fd)
+
+
 def write_all(fd: int, data: memoryview) -> None:
     """Writes all of it, in parts that can be interrupted."""
     with memoryview(data).cast("B") as view:

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_ckpt import owners
-from llama_ckpt.disk import BINARY, NOFOLLOW, NONBLOCK, fsync_folder, map_file, put_in_place, told, write_all
-from llama_ckpt.errors import StoreFull, StoreUnavailable, UnsafePath
+from llama_ckpt.disk import BINARY, NOFOLLOW, fsync_folder, map_file, put_in_place, read_start, told, write_all
+from llama_ckpt.errors import FileMissing, StoreFull, StoreUnavailable, UnsafePath
 
 MARKER = "llama-ckpt-store.json"
 SUFFIX = ".llam"
@@ -262,11 +262,22 @@ class Store:
         """
         path = self._locate(relative)
         with told(path):
-            fd = os.open(path, os.O_RDONLY | NOFOLLOW | BINARY | NONBLOCK)
+            return read_start(path, _HEAD)[0]
+
+    def beginning(self, relative: str, n_bytes: int) -> tuple[bytes, int]:
+        """The first `n_bytes` of a stored file, or all if it is shorter; and the size of the whole in bytes.
+
+        Raises:
+            FileMissing: there is no such file.
+            UnsafePath: the path is not one of ours, or leads over a symlink.
+            StoreUnavailable: the system cannot read it now: nothing is known of the file.
+        """
+        path = self._locate(relative)
+        with told(path):
             try:
-                return os.read(fd, _HEAD)
-            finally:
-                os.close(fd)
+                return read_start(path, n_bytes)
+            except FileNotFoundError as error:
+                raise FileMissing(path=path) from error
 
     def touch(self, relative: str) -> None:
         """Gives a stored file the time of now, so that gc takes it for a fresh one.

@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llama_ckpt.errors import BadInput
-from llama_ckpt.values import Difference, FieldValue, Fingerprint
+from llama_ckpt.values import Checkpoint, Difference, FieldValue, Fingerprint, PrefixLink
 
 SCHEMA = 1
+PREFIX_HASH_SIZE = 16  # bytes: a million checkpoints have some ten million of them
+_ID_SIZE = 4
 TokenIds = NDArray[np.int32]
 Input = str | Sequence[int] | NDArray[np.integer]
 
@@ -142,9 +144,53 @@ def _shape(given: object) -> str:
 
 def tokens_hash(token_ids: TokenIds) -> bytes:
     """SHA-256 of the token ids as little-endian int32, 32 raw bytes."""
-    return hashlib.sha256(token_ids.astype("<i4", copy=False).tobytes()).digest()
+    return hashlib.sha256(_id_bytes(token_ids)).digest()
 
 
 def active_key(fingerprint_digest: bytes, of_input: bytes) -> bytes:
     """The key that at most one ACTIVE row may hold: SHA-256(fingerprint ‖ input hash)."""
     return hashlib.sha256(fingerprint_digest + of_input).digest()
+
+
+def prefix_hashes(fingerprint_digest: bytes, token_ids: TokenIds, block_size: int) -> list[bytes]:
+    """The chained hashes of the full blocks of `block_size` token ids, 16 raw bytes each: hash i is the beginning of
+    SHA-256(hash i-1 ‖ ids of block i as little-endian int32), and the fingerprint's digest stands before the first. So a hash
+    says which tokens a state begins with, and of which model (docs/matching.md).
+    """
+    data, step = _id_bytes(token_ids), _ID_SIZE * block_size
+    hashes, last = [], fingerprint_digest
+    for start in range(0, len(data) - step + 1, step):
+        last = hashlib.sha256(last + data[start : start + step]).digest()[:PREFIX_HASH_SIZE]
+        hashes.append(last)
+    return hashes
+
+
+def end_hashes(before: bytes, token_ids: TokenIds) -> list[bytes]:
+    """The hashes that checkpoints have which end inside a block: after its first token, its second and so on. `before` is the
+    prefix hash of the blocks before it, or the fingerprint's digest; `token_ids` are the block's.
+    """
+    data, so_far, hashes = _id_bytes(token_ids), hashlib.sha256(before), []
+    for start in range(0, len(data), _ID_SIZE):
+        so_far.update(data[start : start + _ID_SIZE])
+        hashes.append(so_far.copy().digest()[:PREFIX_HASH_SIZE])
+    return hashes
+
+
+def links_of(row: Checkpoint, token_ids: TokenIds, block_size: int) -> list[PrefixLink]:
+    """The links of a checkpoint: its full blocks and its end, as far as its own file covers them; those before a delta's
+    `start_token` are its parent's. `token_ids` are all of the checkpoint's, from position 0 on; shape `[n_tokens]`.
+    """
+    hashes = prefix_hashes(row.fingerprint, token_ids, block_size)
+    ends = [(block_size * (i + 1), found) for i, found in enumerate(hashes)]
+    if tail := len(token_ids) % block_size:
+        before = hashes[-1] if hashes else row.fingerprint
+        ends.append((len(token_ids), end_hashes(before, token_ids[-tail:])[-1]))
+    return [
+        PrefixLink(prefix_hash=found, n_tokens=end, file_tokens=row.n_tokens, ckpt_no=row.ckpt_no)
+        for end, found in ends
+        if end > row.start_token
+    ]
+
+
+def _id_bytes(token_ids: TokenIds) -> bytes:
+    return token_ids.astype("<i4", copy=False).tobytes()

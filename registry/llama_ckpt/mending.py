@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from llama_ckpt import formats
-from llama_ckpt.db import collecting, queries
+from llama_ckpt.db import collecting, prefixes, queries
 from llama_ckpt.errors import Conflict, CorruptFile, FileMissing, StoreUnavailable, UnsafePath
-from llama_ckpt.fingerprint import tokens_hash
+from llama_ckpt.finding import token_ids_of
+from llama_ckpt.fingerprint import links_of, tokens_hash
 from llama_ckpt.gc_values import Finding, FindingKind
 from llama_ckpt.parts import Parts
 from llama_ckpt.saving import clean_name
 from llama_ckpt.values import Checkpoint, MemoryKind, NewCheckpoint, RegisteredModel, StaleReason, Status
 from llama_ckpt.verify import Verifier, all_ok
+
+log = logging.getLogger("llama_ckpt")
 
 _UNDOABLE = {StaleReason.EVICTED, StaleReason.EXPIRED, StaleReason.REMOVED, StaleReason.SUPERSEDED}
 
@@ -60,11 +64,17 @@ class Mender:
         checks = self._verifier.checkpoint(row)
         if not all_ok(checks):
             return "; ".join(str(check) for check in checks if check.ok is False)
+        try:
+            token_ids = token_ids_of(self._parts, row)
+        except (CorruptFile, FileMissing, UnsafePath) as error:
+            return str(error)
         self._parts.hook("checked")
         try:
             with self._parts.database.write() as db:
                 queries.expire_due(db, row.fingerprint, row.input_hash)
                 back = queries.reactivate(db, row)
+                if back:
+                    prefixes.link(db, links_of(row, token_ids, self._parts.block_size))
         except Conflict:
             return "another checkpoint of the same input is ACTIVE"
         self._parts.hook("reactivated")
@@ -83,6 +93,32 @@ class Mender:
         self._parts.require_store()
         return [(finding, self._repair(finding)) for finding in findings]
 
+    def link(self) -> int:
+        """Links the ACTIVE checkpoints that have no prefix links, since a version without them saved them, and says how many.
+        Until then they are found by the hash of their whole input alone. Only the heads of files are read; one that cannot be
+        used is left for `repair`. Interrupted, those that are linked are linked.
+
+        Raises:
+            DatabaseUnavailable, StoreUnavailable: they cannot be used; the rest has no links yet.
+        """
+        self._parts.require_store()
+        with self._parts.database.read() as db:
+            numbers = {row.id: row.ckpt_no for row in queries.scan(db, Status.ACTIVE) if row.file_size > 0}
+            have = prefixes.linked(db, list(numbers.values()))
+        return sum(self._link(checkpoint_id) for checkpoint_id, number in numbers.items() if number not in have)
+
+    def _link(self, checkpoint_id: str) -> bool:
+        row = self._parts.database.query(lambda db: queries.get(db, checkpoint_id))
+        if row is None or row.status is Status.STALE:
+            return False
+        try:
+            links = links_of(row, token_ids_of(self._parts, row), self._parts.block_size)
+        except (CorruptFile, FileMissing, UnsafePath) as error:
+            log.warning("checkpoint %s gets no links: %s", row.id, error)
+            return False
+        with self._parts.database.write() as db:
+            return prefixes.link_later(db, row.ckpt_no, links)
+
     def _repair(self, finding: Finding) -> str:
         if finding.checkpoint_id is not None:
             row = self._parts.database.query(lambda db: queries.get(db, finding.checkpoint_id or ""))
@@ -100,6 +136,7 @@ class Mender:
             with self._parts.store.map(path) as view:
                 file = formats.open_checkpoint(view, path)
                 new, model = _row_of(file, path)
+                token_ids = file.contents.token_ids
         except (CorruptFile, FileMissing, UnsafePath) as error:
             return f"left for gc: {error}"
         self._parts.hook("checked")
@@ -108,7 +145,8 @@ class Mender:
             with self._parts.database.write() as db:
                 queries.expire_due(db, new.fingerprint, new.input_hash)
                 queries.put_model(db, model)
-                queries.insert_checkpoint(db, new)
+                row = queries.insert_checkpoint(db, new)
+                prefixes.link(db, links_of(row, token_ids, self._parts.block_size))
                 collecting.forget_ghosts(db, [path])
                 self._parts.store.modified_ns(path)  # gc may have taken it before the touch
         except Conflict:

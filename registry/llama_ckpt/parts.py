@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from llama_ckpt.db import queries
+from llama_ckpt.db import prefixes, queries
 from llama_ckpt.db.connect import Database
 from llama_ckpt.files import StepHook, Store, no_hook
+from llama_ckpt.matching import DEFAULT_MIN_TOKENS
 from llama_ckpt.metrics import MetricsSink, NullSink
 from llama_ckpt.retention import Policy
 from llama_ckpt.values import Checkpoint, StaleReason
@@ -18,7 +19,8 @@ log = logging.getLogger("llama_ckpt")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """A database, a store, and where counts and steps are told. `hook` hears the name of each step that a crash could
-    follow; tests stop there. `policy` limits what saves may take.
+    follow; tests stop there. `policy` limits what saves may take. `block_size` is that of the prefix hashes, stored with the
+    registry; `min_match_tokens` the count below which a shared prefix is no match.
     """
 
     database: Database
@@ -27,6 +29,8 @@ class Parts:
     metrics: MetricsSink = NullSink()  # noqa: RUF009 - it keeps nothing
     hook: StepHook = no_hook
     policy: Policy = Policy()  # noqa: RUF009 - frozen
+    block_size: int = prefixes.DEFAULT_BLOCK_SIZE
+    min_match_tokens: int = DEFAULT_MIN_TOKENS
 
     def require_store(self) -> None:
         """Holds the store to its marker before an absent file is taken for a lost one: an unmounted folder, or a wrong one,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llama_ckpt.config import seconds, size_bytes
+from llama_ckpt.config import count, seconds, size_bytes
 from llama_ckpt.errors import BadInput
 from llama_ckpt.retention import Order, Policy
 
@@ -39,7 +39,7 @@ def policy_of(values: Mapping[str, str]) -> Policy:
         elif name in SIZES:
             fields[name] = size_bytes(text, told)
         elif name in COUNTS:
-            fields[name] = _count(text, told)
+            fields[name] = count(text, told)
         elif name in SHARES:
             fields[name] = _share(text, told)
         elif name == "order":
@@ -49,12 +49,6 @@ def policy_of(values: Mapping[str, str]) -> Policy:
         else:
             fields["min_free"] = size_bytes(text, told)
     return Policy(**fields)
-
-
-def _count(text: str, what: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,12}", text):
-        raise BadInput(what=what, value=text, reason="expected a whole number from 0 on")
-    return int(text)
 
 
 def _share(text: str, what: str) -> float:

@@ -6,21 +6,24 @@ crash leaves at most a file without a row. A delete takes the row first and the 
 
 from __future__ import annotations
 
+import functools
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from llama_ckpt import matching, restoring, saving
-from llama_ckpt.db import migrate, queries
+from llama_ckpt import finding, restoring, saving
+from llama_ckpt.db import migrate, prefixes, queries
 from llama_ckpt.db.connect import Database, sqlite_url
-from llama_ckpt.engine import Engine, Progress, no_progress
-from llama_ckpt.errors import BadInput, DatabaseUnavailable, LlamaCkptError, NotFound
+from llama_ckpt.engine import Engine, Progress, Vocabulary, no_progress
+from llama_ckpt.errors import BadInput, LlamaCkptError, NotFound
 from llama_ckpt.files import StepHook, Store, no_hook
-from llama_ckpt.fingerprint import Input, input_hash
+from llama_ckpt.finding import Question
+from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash
+from llama_ckpt.matching import DEFAULT_MIN_TOKENS
 from llama_ckpt.metrics import MetricsSink, NullSink
 from llama_ckpt.parts import Parts
 from llama_ckpt.restoring import RestoreOptions
@@ -67,6 +70,7 @@ class Registry:
         upgrade: bool | None = None,
         drop_page_cache: bool = False,
         policy: Policy | None = None,
+        min_match_tokens: int = DEFAULT_MIN_TOKENS,
         metrics: MetricsSink | None = None,
         hook: StepHook = no_hook,
     ) -> Registry:
@@ -75,14 +79,17 @@ class Registry:
 
         Without arguments: the user's data folder. With a store alone: SQLite beside the files. `database_password` is used
         where the URL has none. `drop_page_cache` lets written pages go after the fsync. `policy` has the limits that saves keep
-        to (`max_bytes`, `min_free`). `hook` hears the name of each step of
-        a save, for tests that stop there.
+        to (`max_bytes`, `min_free`). A shared prefix of fewer than `min_match_tokens` tokens is no match. `hook` hears the name
+        of each step of a save, for tests that stop there.
 
         Raises:
-            BadInput: the URL cannot be used.
+            BadInput: the URL or a number cannot be used.
             DatabaseUnavailable, StoreUnavailable: they cannot be reached, read or written; or the store is another registry's.
             SchemaTooNew, SchemaTooOld: another version of llama-ckpt made the database.
         """
+        if min_match_tokens < 2:
+            reason = "give 2 or more: one token in common spares nothing"
+            raise BadInput(what="min_match_tokens", value=min_match_tokens, reason=reason)
         root = Path(store).absolute() if store is not None else default_store()
         files = Store(root, drop_page_cache=drop_page_cache, hook=hook)
         files.create()
@@ -91,6 +98,7 @@ class Registry:
             migrate.prepare(database, upgrade_older=database.dialect == "sqlite" if upgrade is None else upgrade)
             with database.read() as db:
                 registry_id = queries.registry_id(db)
+                block_size = prefixes.block_size(db)
             files.require_owner(registry_id, unmarked=True)
         except BaseException:
             database.close()
@@ -103,6 +111,8 @@ class Registry:
                 metrics=metrics or NullSink(),
                 hook=hook,
                 policy=policy or Policy(),
+                block_size=block_size,
+                min_match_tokens=min_match_tokens,
             )
         )
 
@@ -146,18 +156,33 @@ class Registry:
         given: Input,
         *,
         fingerprint: Fingerprint | None = None,
+        token_ids: Sequence[int] | TokenIds | None = None,
+        vocabulary: Vocabulary | None = None,
         model: str | None = None,
         weights: bytes | None = None,
     ) -> MatchResult:
-        """Says which checkpoint serves an input. Reads the database only; opens no file and needs no engine.
+        """Says which checkpoint serves an input: the same input, by its hash; else, where its token ids are at hand, the one
+        that begins with the most tokens like it. They are at hand if they are the input, if `token_ids` gives them, or
+        `vocabulary` (an engine is one) can; it also gives the text where an input and the checkpoint part.
 
         The state must fit `fingerprint` (an engine's); or belong to a registered model's name, or to `weights` (SHA-256);
-        without any of them every model counts. A database that fails gives `FAILED`, never an exception.
+        without any of them every model counts, by prefix the first 16. The same input is found in the database alone. By prefix
+        the heads of at most 16 files a model are read, and a checkpoint whose file is found missing or damaged goes STALE. A
+        database or store that fails gives `FAILED`, never an exception. docs/matching.md has the promise.
 
         Raises:
             BadInput: the input is empty or no input.
         """
-        return self.match_hash(input_hash(given), fingerprint=fingerprint, model=model, weights=weights)
+        question = Question(
+            of_input=input_hash(given),
+            given=given,
+            token_ids=None if token_ids is None else as_token_ids(token_ids),
+            vocabulary=vocabulary,
+            fingerprint=fingerprint,
+            model=model,
+            weights=weights,
+        )
+        return finding.match(self.parts, question)
 
     def match_hash(
         self,
@@ -167,42 +192,15 @@ class Registry:
         model: str | None = None,
         weights: bytes | None = None,
     ) -> MatchResult:
-        """As `match`, for an input of which only the SHA-256 is known (32 raw bytes).
+        """As `match`, for an input of which only the SHA-256 is known (32 raw bytes): the same input or nothing.
 
         Raises:
             BadInput: not 32 bytes.
         """
         if len(of_input) != 32:
             raise BadInput(what="input hash", value=of_input.hex(), reason="a SHA-256 has 32 bytes (64 hex digits)")
-        try:
-            return self._match(of_input, fingerprint, model, weights)
-        except DatabaseUnavailable as error:
-            return MatchResult(outcome=Outcome.FAILED, reason=str(error), input_hash=of_input, error=error)
-
-    def _match(
-        self, of_input: bytes, fingerprint: Fingerprint | None, model: str | None, weights: bytes | None
-    ) -> MatchResult:
-        if fingerprint is not None:
-            digest = fingerprint.digest
-            row = self.database.query(lambda db: queries.find_active(db, digest, of_input))
-            if row is not None:
-                return matching.decide(of_input, [row], [], fingerprint)
-        found = self.database.query(lambda db: queries.find_by_input(db, of_input))
-        # Models after rows: a row's model is there before the row is.
-        known = {m.fingerprint.digest: m for m in self.database.query(queries.models)}
-        rows = [row for row in found if row.fingerprint in known]
-        if fingerprint is not None:
-            return matching.decide(of_input, [], [(row, known[row.fingerprint]) for row in rows], fingerprint)
-
-        def wanted(row: Checkpoint) -> bool:
-            entry = known[row.fingerprint]
-            return model in (None, row.model_name, entry.model_name) and weights in (
-                None,
-                entry.fingerprint.weights_sha256,
-            )
-
-        usable = [row for row in rows if wanted(row)]
-        return matching.decide(of_input, usable, [(row, known[row.fingerprint]) for row in rows], None)
+        question = Question(of_input=of_input, fingerprint=fingerprint, model=model, weights=weights)
+        return finding.match(self.parts, question)
 
     # -- save and restore ------------------------------------------------------------------------------------------------
 
@@ -264,7 +262,8 @@ class Registry:
             BadInput: the input is empty or no input, or the model has not these layers.
         """
         options = RestoreOptions.of(engine, layers, check_values=check_values, transpose_v=transpose_v)
-        return restoring.restore(self.parts, engine, given, self.match, options)
+        match = functools.partial(self.match, vocabulary=engine)
+        return restoring.restore(self.parts, engine, given, match, options)
 
     def merge(self, engine: Engine, checkpoint: Checkpoint | str) -> MergeResult:
         """Appends a stored continuation to what the engine holds, without computing it: the checkpoint (or its id) begins with

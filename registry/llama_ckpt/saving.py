@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from llama_ckpt import admission
 from llama_ckpt.admission import Admission
-from llama_ckpt.db import queries
+from llama_ckpt.db import prefixes, queries
 from llama_ckpt.engine import Engine
 from llama_ckpt.errors import (
     BadInput,
@@ -26,7 +26,7 @@ from llama_ckpt.errors import (
     Unsupported,
 )
 from llama_ckpt.files import path_of
-from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash, text_bytes, tokens_hash
+from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash, links_of, text_bytes, tokens_hash
 from llama_ckpt.formats import container, kv_state
 from llama_ckpt.parts import Parts
 from llama_ckpt.values import (
@@ -97,7 +97,7 @@ def save(
         if granted.refused is None:
             try:
                 size = parts.store.write(new.id, head, payload)
-                row = _register(parts, engine, new, old)
+                row = _register(parts, engine, new, old, token_ids)
             finally:
                 admission.release(parts, granted)
             size = size if row.id == new.id else 0
@@ -222,15 +222,17 @@ class _CommitUnanswered(Exception):  # noqa: N818 - never leaves this module
     """The connection was lost while the commit was under way: the row may be there, or may yet come."""
 
 
-def _register(parts: Parts, engine: Engine, new: NewCheckpoint, old: Checkpoint | None) -> Checkpoint:
-    """Adds the row, or gives the row of whoever was first. If it fails, the file is removed: except after a commit without an
-    answer, since a row without a file is worse than a file without a row.
+def _register(
+    parts: Parts, engine: Engine, new: NewCheckpoint, old: Checkpoint | None, token_ids: TokenIds
+) -> Checkpoint:
+    """Adds the row and its links, or gives the row of whoever was first. If it fails, the file is removed: except after a
+    commit without an answer, since a row without a file is worse than a file without a row.
     """
     model = RegisteredModel(fingerprint=engine.fingerprint, model_name=new.model_name, dimensions=engine.dimensions)
     try:
         for _ in range(_MAX_TRIES):
             try:
-                return _insert(parts, model, new, old)
+                return _insert(parts, model, new, old, token_ids)
             except Conflict as error:
                 conflict = error
                 theirs = _usable(parts, new.fingerprint, new.input_hash)
@@ -248,9 +250,11 @@ def _register(parts: Parts, engine: Engine, new: NewCheckpoint, old: Checkpoint 
         raise
 
 
-def _insert(parts: Parts, model: RegisteredModel, new: NewCheckpoint, old: Checkpoint | None) -> Checkpoint:
-    """One try at the row. The file is made young before, and looked for after the INSERT: a process that slept between its
-    rename and here may have lost it to gc.
+def _insert(
+    parts: Parts, model: RegisteredModel, new: NewCheckpoint, old: Checkpoint | None, token_ids: TokenIds
+) -> Checkpoint:
+    """One try at the row with its links. The file is made young before, and looked for after the INSERT: a process that slept
+    between its rename and here may have lost it to gc.
     """
     committing = False
     try:
@@ -261,6 +265,7 @@ def _insert(parts: Parts, model: RegisteredModel, new: NewCheckpoint, old: Check
                 queries.mark_stale(db, old, StaleReason.SUPERSEDED)
             queries.put_model(db, model)
             row = queries.insert_checkpoint(db, new)
+            prefixes.link(db, links_of(row, token_ids, parts.block_size))
             parts.hook("inserted")
             if parts.store.size(new.file_path) != new.file_size:
                 raise StoreUnavailable(path=new.file_path, reason="it was collected while it was saved; save again")

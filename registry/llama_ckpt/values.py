@@ -146,8 +146,8 @@ class NewCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixLink:
-    """A row of `checkpoint_prefix`: the file of checkpoint `ckpt_no` (`file_tokens` tokens) begins with `n_tokens` tokens of
-    which `prefix_hash` (16 raw bytes) is the chained hash.
+    """A row of `checkpoint_prefix`: checkpoint `ckpt_no`, of `file_tokens` tokens in all, begins with `n_tokens` tokens of which
+    `prefix_hash` (16 raw bytes) is the chained hash, and its own file holds the last of them.
     """
 
     prefix_hash: bytes
@@ -169,12 +169,25 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """Where an input and a checkpoint part: at token index `at`, counted from 0. The texts are of the tokens before it, which
+    both have, and of those from there on in each; None where no tokenizer is at hand.
+    """
+
+    at: int
+    before: str | None = None
+    in_input: str | None = None
+    in_checkpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MatchResult:
     """The answer to "which checkpoint matches this input?".
 
     `n_matching` is the count of tokens that input and checkpoint begin with alike; `n_reusable` that of tokens whose evaluation
-    a restore spares: at most n-1, since a restored state has no logits and the last token is decoded again. `nearest` and
-    `differences` explain a `NO_MATCH`, `error` a `FAILED`.
+    a restore spares: at most n-1, since a restored state has no logits and the last token is decoded again. `n_tokens` is the
+    input's count, None where it is not known. `nearest` and `differences` explain a `NO_MATCH`, for which `n_matching` is that
+    of `nearest`; `divergence` says where checkpoint or nearest part from the input, if they do; `error` explains a `FAILED`.
     """
 
     outcome: Outcome
@@ -183,7 +196,9 @@ class MatchResult:
     checkpoint: Checkpoint | None = None
     n_matching: int = 0
     n_reusable: int = 0
+    n_tokens: int | None = None
     nearest: Checkpoint | None = None
+    divergence: Divergence | None = None
     differences: tuple[Difference, ...] = ()
     error: LlamaCkptError | None = None
 

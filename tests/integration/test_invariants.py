@@ -100,12 +100,14 @@ def test_the_deepest_prefix_is_found_by_bisection_and_the_smallest_file_with_it(
     short = plant(2, "system", "doc")
     plant(3, "system", "other")
     with registry.database.read() as db:
-        depth, link = prefixes.deepest(db, chain_hashes("system", "doc", "a", "x", "y"))
-        assert (depth, link.ckpt_no, link.n_tokens) == (2, long.ckpt_no, 768)
-        depth, link = prefixes.deepest(db, chain_hashes("system", "doc", "z"))
-        assert (depth, link.ckpt_no) == (1, short.ckpt_no)
-        assert prefixes.deepest(db, chain_hashes("nothing", "like", "it")) is None
-        assert prefixes.deepest(db, []) is None
+        asked = chain_hashes("system", "doc", "a", "x", "y")
+        assert prefixes.deepest(db, asked) == 3
+        assert [row.id for row in prefixes.sharing(db, asked[2], 16)] == [long.id]
+        assert prefixes.deepest(db, chain_hashes("system", "doc", "z")) == 2
+        assert [row.id for row in prefixes.sharing(db, asked[1], 16)] == [short.id, long.id], "the smallest first"
+        assert len(prefixes.sharing(db, asked[0], 2)) == 2, "three share it"
+        assert prefixes.deepest(db, chain_hashes("nothing", "like", "it")) == 0
+        assert prefixes.deepest(db, []) == 0
 
 
 def test_bisection_agrees_with_a_naive_walk_over_random_chains(registry, plant):
@@ -121,8 +123,7 @@ def test_bisection_agrees_with_a_naive_walk_over_random_chains(registry, plant):
         asked = [choice.choice("ab") for _ in range(choice.randint(1, 12))]
         naive = max((sum(1 for _ in common(asked, blocks)) for blocks in alive), default=0)
         with registry.database.read() as db:
-            found = prefixes.deepest(db, chain_hashes(*asked))
-        assert (0 if found is None else found[0] + 1) == naive
+            assert {prefixes.deepest(db, chain_hashes(*asked), width) for width in (1, 2, 3, 8, 16)} == {naive}
     invariants_hold(registry)
 
 

@@ -606,12 +606,19 @@ def test_the_deepest_prefix_is_found_by_bisection_and_leaves_with_the_mark(regis
         prefixes.link(db, [])
     mark = len(oracle.log)
     with registry.database.read() as db:
-        assert prefixes.deepest(db, chain) == (6, links[6])
-        assert prefixes.smallest_with(db, chain[7]) is None
-    assert since(oracle, mark).count("SELECT") <= 6
+        assert prefixes.deepest(db, chain) == 7
+    assert since(oracle, mark).count("SELECT") <= 4
+    mark = len(oracle.log)
+    with registry.database.read() as db:
+        assert prefixes.deepest(db, chain, 16) == 7
+    assert since(oracle, mark).count("SELECT") == 1, "all points in one round trip"
+    with registry.database.read() as db:
+        assert prefixes.sharing(db, chain[6], 16) == [saved]
+        assert prefixes.sharing(db, chain[7], 16) == []
+        assert prefixes.ending_at(db, chain, 16)[0] == saved
     registry.remove(saved.id)
     with registry.database.read() as db:
-        assert prefixes.deepest(db, chain) is None
+        assert prefixes.deepest(db, chain) == 0
 
 
 def test_a_parent_stays_while_a_delta_needs_it_and_takes_its_deltas_along(registry, engine, saved):

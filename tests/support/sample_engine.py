@@ -52,6 +52,9 @@ class SampleEngine:
             raise BadInput(what="input text", value=text, reason="no token")
         return self.ids
 
+    def text_of(self, token_ids):
+        return " ".join(map(str, token_ids))
+
     def held_token_ids(self):
         return self.held
 
@@ -74,3 +77,17 @@ class SampleEngine:
         self.n_evaluations += n_kept == 0  # from nothing
         self.held = token_ids
         progress(len(token_ids), len(token_ids))
+
+
+class TokenEngine(SampleEngine):
+    """Holds a whole state of any token ids; a text is its ids, "1 2 3"."""
+
+    def __init__(self, **options):
+        super().__init__(samples.F16_FLASH, n_tokens=1, **options)
+
+    def token_ids(self, text):
+        return np.array([int(word) for word in text.split()], dtype=np.int32)
+
+    def evaluate(self, token_ids, progress=no_progress):
+        super().evaluate(np.asarray(token_ids, dtype=np.int32), progress)
+        _, self.state = samples.longer(samples.F16_FLASH, len(token_ids))

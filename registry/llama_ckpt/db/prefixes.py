@@ -1,21 +1,43 @@
-"""`checkpoint_prefix`: which checkpoint's file begins with which blocks of token ids. Nothing here commits.
+"""`checkpoint_prefix`: which checkpoint begins with which blocks of token ids. Nothing here commits.
 
-A checkpoint links every block that its own file covers, in the transaction of its row, and the links leave with the STALE
-mark. So links are monotone (a link at block k of a chain implies one at every block before it), which bisection needs.
+A checkpoint links every block that its own file covers, in the transaction that makes its row ACTIVE, and the links leave with
+the STALE mark. So links are monotone (a link at block k of a chain implies one at every block before it), which `deepest` needs.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
+from llama_ckpt.db.queries import ACTIVE, batches, offered, rows_of
 from llama_ckpt.db.tables import checkpoint_prefix as prefix
-from llama_ckpt.values import PrefixLink
+from llama_ckpt.db.tables import llama_checkpoint_meta as meta
+from llama_ckpt.db.tables import registry_info
+from llama_ckpt.errors import BadInput
+from llama_ckpt.values import Checkpoint, PrefixLink
+
+DEFAULT_BLOCK_SIZE = 256
+
+
+def block_size(db: sa.Connection) -> int:
+    """Token ids in a block of the prefix hashes. A registry that says nothing of it has blocks of 256, now and ever.
+
+    Raises:
+        BadInput: what it says is no such number.
+    """
+    stored = db.scalar(sa.select(registry_info.c.value).where(registry_info.c.name == "block_size"))
+    if stored is None:
+        return DEFAULT_BLOCK_SIZE
+    if not stored.isdecimal() or not 0 < int(stored) <= 1 << 20:
+        raise BadInput(what="block_size in registry_info", value=stored, reason="expected a whole number from 1 on")
+    return int(stored)
 
 
 def link(db: sa.Connection, links: Sequence[PrefixLink]) -> None:
-    """Adds a checkpoint's links; in the transaction that adds its row."""
+    """Adds a checkpoint's links; in the transaction that makes its row ACTIVE."""
     rows = [
         {"prefix_hash": x.prefix_hash, "file_tokens": x.file_tokens, "ckpt_no": x.ckpt_no, "n_tokens": x.n_tokens}
         for x in sorted(links, key=lambda x: x.prefix_hash)  # one order for all writers: no deadlocks
@@ -24,25 +46,69 @@ def link(db: sa.Connection, links: Sequence[PrefixLink]) -> None:
         db.execute(sa.insert(prefix), rows)
 
 
-def smallest_with(db: sa.Connection, prefix_hash: bytes) -> PrefixLink | None:
-    """The link of the smallest file that begins with this prefix: one look-up by the primary key."""
-    query = sa.select(prefix).where(prefix.c.prefix_hash == prefix_hash)
-    row = db.execute(query.order_by(prefix.c.file_tokens, prefix.c.ckpt_no).limit(1)).one_or_none()
-    return None if row is None else PrefixLink(**dict(row._mapping))
+def link_later(db: sa.Connection, ckpt_no: int, links: Sequence[PrefixLink]) -> bool:
+    """Adds the links of a row that has none; False when it is not ACTIVE any more or somebody was first."""
+    query = sa.select(meta.c.ckpt_no).where(meta.c.ckpt_no == ckpt_no, meta.c.status == ACTIVE)
+    if db.execute(query.with_for_update()).first() is None or linked(db, [ckpt_no]):
+        return False
+    link(db, links)
+    return True
 
 
-def deepest(db: sa.Connection, chain: Sequence[bytes]) -> tuple[int, PrefixLink] | None:
-    """The deepest block of a chain of prefix hashes that any ACTIVE checkpoint's file begins with, and the smallest such file.
-
-    Bisection: about log2(len(chain)) + 1 point look-ups, since links are monotone.
-    """
-    found: tuple[int, PrefixLink] | None = None
-    low, high = 0, len(chain)
-    while low < high:
-        middle = (low + high) // 2
-        at = smallest_with(db, chain[middle])
-        if at is None:
-            high = middle
-        else:
-            found, low = (middle, at), middle + 1
+def linked(db: sa.Connection, ckpt_nos: Sequence[int]) -> set[int]:
+    """Those of some rows that have links."""
+    found: set[int] = set()
+    for some in batches(ckpt_nos):
+        found.update(db.scalars(sa.select(prefix.c.ckpt_no).where(prefix.c.ckpt_no.in_(some)).distinct()))
     return found
+
+
+def deepest(db: sa.Connection, chain: Sequence[bytes], width: int = 1) -> int:
+    """How many blocks of a chain of prefix hashes any ACTIVE checkpoint begins with.
+
+    A search that asks `width` points of the chain in one statement: with 1 it is bisection, of about log2(len(chain)) + 1 point
+    look-ups, the least work; with more it takes fewer round trips. Nothing is read but the first link of each point, however
+    many checkpoints share it.
+    """
+    low, high = 0, len(chain)  # the first `low` blocks have links, none has from `high` on
+    while low < high:
+        n = min(width, high - low)
+        points = [low + (high - low) * (i + 1) // (n + 1) for i in range(n)]
+        asked = [chain[p] for p in points] + [chain[points[-1]]] * (width - n)  # one statement for all lengths
+        found = set(db.scalars(_which_have_links(width), {f"hash_{i}": x for i, x in enumerate(asked)}))
+        last = max((i for i in range(n) if i in found), default=-1)
+        low = points[last] + 1 if last >= 0 else low
+        high = points[last + 1] if last + 1 < n else high
+    return low
+
+
+@functools.cache
+def _which_have_links(n: int) -> sa.CompoundSelect[Any]:
+    """A statement that gives the places of those of `n` hashes (`hash_0` and so on) that have a link."""
+    one_each: list[sa.Select[Any]] = []
+    for i in range(n):
+        its = sa.exists().where(prefix.c.prefix_hash == sa.bindparam(f"hash_{i}", type_=prefix.c.prefix_hash.type))
+        one_each.append(sa.select(sa.literal_column(str(i))).where(its))
+    return sa.union_all(*one_each)
+
+
+def sharing(db: sa.Connection, prefix_hash: bytes, at_most: int) -> list[Checkpoint]:
+    """The rows to offer that begin with this prefix, smallest first: a range of the primary key."""
+    query = offered().join(prefix, prefix.c.ckpt_no == meta.c.ckpt_no).where(prefix.c.prefix_hash == prefix_hash)
+    return rows_of(db, query.order_by(prefix.c.file_tokens, prefix.c.ckpt_no).limit(at_most))
+
+
+def ending_at(db: sa.Connection, hashes: Sequence[bytes], at_most: int) -> list[Checkpoint]:
+    """The rows to offer that have one of these prefixes, longest prefix first. Meant for the hashes of ends inside a block,
+    which few rows share; one statement for up to 500.
+    """
+    found: list[Checkpoint] = []
+    for some in batches(hashes):
+        query = offered().join(prefix, prefix.c.ckpt_no == meta.c.ckpt_no).where(prefix.c.prefix_hash.in_(some))
+        found += rows_of(db, query.order_by(prefix.c.n_tokens.desc(), prefix.c.ckpt_no).limit(at_most))
+    return sorted(found, key=lambda row: (-row.n_tokens, row.ckpt_no))[:at_most]
+
+
+def newest(db: sa.Connection, digest: bytes, at_most: int) -> list[Checkpoint]:
+    """The ACTIVE, unexpired rows of a fingerprint that were saved last, newest first."""
+    return rows_of(db, offered().where(meta.c.fingerprint == digest).order_by(meta.c.ckpt_no.desc()).limit(at_most))

@@ -109,9 +109,23 @@ def find_active(db: sa.Connection, digest: bytes, of_input: bytes) -> Checkpoint
 
 def find_by_input(db: sa.Connection, of_input: bytes) -> list[Checkpoint]:
     """The ACTIVE, unexpired rows of this input under any fingerprint; last used first, at most 500."""
-    query = sa.select(*_COLUMNS).where(meta.c.input_hash == of_input, meta.c.status == ACTIVE, _unexpired())
-    rows = db.execute(query.order_by(meta.c.last_used_us.desc(), meta.c.ckpt_no.desc()).limit(_BATCH))
-    return [_checkpoint(row) for row in rows]
+    query = offered().where(meta.c.input_hash == of_input)
+    return rows_of(db, query.order_by(meta.c.last_used_us.desc(), meta.c.ckpt_no.desc()).limit(_BATCH))
+
+
+def by_number(db: sa.Connection, ckpt_no: int) -> Checkpoint | None:
+    """One row by its number, whatever its status."""
+    return next(iter(rows_of(db, sa.select(*_COLUMNS).where(meta.c.ckpt_no == ckpt_no))), None)
+
+
+def offered() -> sa.Select[Any]:
+    """The statement for what may be offered: ACTIVE, unexpired rows."""
+    return sa.select(*_COLUMNS).where(meta.c.status == ACTIVE, _unexpired())
+
+
+def rows_of(db: sa.Connection, query: sa.Select[Any]) -> list[Checkpoint]:
+    """What a statement made of `offered` gives."""
+    return [_checkpoint(row) for row in db.execute(query)]
 
 
 def _unexpired() -> sa.ColumnElement[bool]:

@@ -17,7 +17,17 @@ def no_progress(_done: int, _total: int) -> None:
     """Hears nothing."""
 
 
-class Engine(Protocol):
+class Vocabulary(Protocol):
+    """A model's tokenizer."""
+
+    def token_ids(self, text: str) -> TokenIds:
+        """The token ids of a text, as a completion of it would evaluate them; shape `[n_tokens]`."""
+
+    def text_of(self, token_ids: TokenIds) -> str:
+        """The text of some token ids, special tokens spelt out, for people to read."""
+
+
+class Engine(Vocabulary, Protocol):
     """One live context that holds the KV state of one sequence of tokens."""
 
     @property
@@ -51,9 +61,6 @@ class Engine(Protocol):
     @property
     def n_ctx(self) -> int:
         """Cells that one sequence can have."""
-
-    def token_ids(self, text: str) -> TokenIds:
-        """The token ids of a text, as a completion of it would evaluate them; shape `[n_tokens]`."""
 
     def held_token_ids(self) -> TokenIds:
         """The token ids whose state the engine holds, in order of position; shape `[n_tokens]`."""

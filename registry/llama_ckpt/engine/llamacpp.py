@@ -1,4 +1,4 @@
-"""llama-cpp-python's `Llama` as an engine. The only module that imports llama_cpp.
+"""llama-cpp-python's `Llama` as an engine.
 
 State goes through `llama_state_seq_get_data` and `_set_data` on memory. The native file functions are never called: a
 file short by one byte aborts the process there, and a save that ran out of disk can report success.
@@ -17,6 +17,7 @@ import platformdirs
 
 from llama_ckpt.digests import FileDigests, identity_of, weights_digest_of
 from llama_ckpt.engine import Progress, no_progress
+from llama_ckpt.engine.vocabulary import completion_ids, text_of
 from llama_ckpt.errors import BadInput, EngineFailed, EngineMissing, EngineStateMismatch
 from llama_ckpt.fingerprint import TokenIds, fingerprint
 from llama_ckpt.formats import kv_state
@@ -161,19 +162,12 @@ class LlamaCppEngine:
         Raises:
             BadInput: the text gives no token.
         """
-        # The rule of Llama._create_completion: another one would leave a completion nothing to reuse.
-        model, llama = self.llama._model, self.llama
-        cls_id, sep_id = model.token_cls(), model.token_sep()
-        bos = cls_id if cls_id != -1 else llama.token_bos()
-        eos = sep_id if sep_id != -1 else llama.token_eos()
-        ids = llama.tokenize(text.encode(), add_bos=False, special=True)
-        if model.add_bos_token() and bos != -1:
-            ids = [bos, *ids]
-        if model.add_eos_token() or sep_id != -1:
-            ids = [*ids, eos]
-        if not ids:
-            raise BadInput(what="input text", value=text[:40], reason="the model's tokenizer gives no token for it")
-        return np.array(ids, dtype=np.int32)
+        llama = self.llama
+        return completion_ids(llama._model, lambda data: llama.tokenize(data, add_bos=False, special=True), text)
+
+    def text_of(self, token_ids: TokenIds) -> str:
+        """The text of some token ids, special tokens spelt out, for people to read."""
+        return text_of(self.llama._model, token_ids)
 
     # -- what the engine holds ---------------------------------------------------------------------------------------
 

@@ -182,21 +182,34 @@ def read_contents(view: memoryview, header: Header, padding: int, name: str) -> 
     Raises:
         CorruptFile: a CRC disagrees, the filling is not zero, or the metadata is no JSON object.
     """
+    token_ids = read_token_ids(view, header, padding, name)
     meta_at = padding + HEADER_SIZE
-    ids_at = meta_at + header.metadata_size
-    ids_end = ids_at + 4 * header.n_file_tokens
     payload_at = padding + header.payload_offset
-    _require_crc(name, "metadata and token ids", header.head_crc32, crc32(view[meta_at:ids_end]))
+    ids_end = meta_at + header.metadata_size + token_ids.nbytes
     _require(name, not any(view[ids_end:payload_at]), "the filling before the payload is not zero", check="CRC32")
     payload = view[payload_at : payload_at + header.payload_size]
     _require_crc(name, "payload", header.payload_crc32, crc32(payload))
     return Contents(
         header=header,
         padding=padding,
-        metadata=_metadata(view[meta_at:ids_at], name),
-        token_ids=np.frombuffer(view[ids_at:ids_end], dtype="<i4").astype(np.int32),
+        metadata=_metadata(view[meta_at : meta_at + header.metadata_size], name),
+        token_ids=token_ids,
         payload=payload,
     )
+
+
+def read_token_ids(view: memoryview, header: Header, padding: int, name: str) -> TokenIds:
+    """The token ids of `[start_token, seq_len)`, after the CRC over metadata and token ids was checked. `view` may be the
+    beginning of a file, up to the payload.
+
+    Raises:
+        CorruptFile: the CRC disagrees.
+    """
+    meta_at = padding + HEADER_SIZE
+    ids_at = meta_at + header.metadata_size
+    ids_end = ids_at + 4 * header.n_file_tokens
+    _require_crc(name, "metadata and token ids", header.head_crc32, crc32(view[meta_at:ids_end]))
+    return np.frombuffer(view[ids_at:ids_end], dtype="<i4").astype(np.int32)
 
 
 def _metadata(view: memoryview, name: str) -> Mapping[str, Any]:

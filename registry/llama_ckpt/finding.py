@@ -1,0 +1,261 @@
+"""Finding: which checkpoint begins most like an input. Rows are asked for, then the token ids at the head of a few files are
+compared; no payload is read.
+
+docs/matching.md has the promise. A row that goes while it is looked at is passed over; one whose file is found missing or
+damaged goes STALE, as by a restore.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llama_ckpt import matching
+from llama_ckpt.db import prefixes, queries
+from llama_ckpt.engine import Vocabulary
+from llama_ckpt.errors import CorruptFile, DatabaseUnavailable, FileMissing, StoreUnavailable, UnsafePath
+from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, end_hashes, prefix_hashes, tokens_hash
+from llama_ckpt.formats import container
+from llama_ckpt.matching import Head
+from llama_ckpt.parts import Parts
+from llama_ckpt.values import Checkpoint, Fingerprint, MatchResult, MemoryKind, Outcome, RegisteredModel, StaleReason
+
+log = logging.getLogger("llama_ckpt")
+
+MOST_HEADS = 16  # whose token ids are compared for one model
+MOST_MODELS = 16
+_FAR_S = 1e-3  # a round trip that costs more: then a statement that does more is cheaper than more statements
+_WIDE = 16
+_GUESS = 4096  # bytes of a file before its token ids, seldom more
+
+Unreadable = CorruptFile | FileMissing | UnsafePath
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What `Registry.match` was asked: an input hash, and where they are known the input or its token ids. The rest says which
+    models count, as there.
+    """
+
+    of_input: bytes
+    given: Input | None = None
+    token_ids: TokenIds | None = None
+    vocabulary: Vocabulary | None = None
+    fingerprint: Fingerprint | None = None
+    model: str | None = None
+    weights: bytes | None = None
+
+    def fits(self, model: RegisteredModel, model_name: str | None = None) -> bool:
+        """Whether a model counts, which a row may call by another name."""
+        if self.fingerprint is not None:
+            return model.fingerprint.digest == self.fingerprint.digest
+        names = (None, model.model_name, model_name)
+        return self.model in names and self.weights in (None, model.fingerprint.weights_sha256)
+
+    def known_ids(self) -> TokenIds | None:
+        """The token ids if nobody must be asked. A text with NUL characters may have the bytes of token ids: its hash does not
+        say which it is, so its ids are asked for as well.
+        """
+        if self.token_ids is not None:
+            return self.token_ids
+        if isinstance(self.given, str):
+            return self.ids() if "\0" in self.given else None
+        return None if self.given is None else as_token_ids(self.given)
+
+    def ids(self) -> TokenIds | None:
+        """The token ids, of the vocabulary if need be; None where nobody knows them."""
+        if isinstance(self.given, str) and self.token_ids is None:
+            return None if self.vocabulary is None else self.vocabulary.token_ids(self.given)
+        return self.known_ids()
+
+
+def match(parts: Parts, question: Question) -> MatchResult:
+    """As `Registry.match`: the same input by its hash first, then by prefix where token ids are known."""
+    try:
+        return _match(parts, question)
+    except (DatabaseUnavailable, StoreUnavailable) as error:
+        told = error.with_traceback(None)
+        return MatchResult(outcome=Outcome.FAILED, reason=str(error), input_hash=question.of_input, error=told)
+
+
+def _match(parts: Parts, question: Question) -> MatchResult:
+    known, of_input, wanted = question.known_ids(), question.of_input, question.fingerprint
+    models: dict[bytes, RegisteredModel] = {}
+    rows: list[Checkpoint] = []
+    if wanted is None:
+        rows, models = _of_this_input(parts, question)
+        mine = [r for r in rows if question.fits(models[r.fingerprint], r.model_name)]
+    else:
+        row = parts.database.query(lambda db: queries.find_active(db, wanted.digest, of_input))
+        mine = [] if row is None else [row]
+    if usable := [row for row in mine if matching.why_not_whole(row, known) is None]:
+        return matching.decide(of_input, usable, [], wanted)
+    token_ids, found = question.ids(), None
+    if token_ids is not None:
+        digests = (
+            [m.fingerprint.digest for m in models.values() if question.fits(m)] if wanted is None else [wanted.digest]
+        )
+        found = _by_prefix(parts, question, token_ids, digests)
+        if found.outcome is Outcome.HIT:
+            return found
+    elif mine:
+        reason = matching.why_not_whole(mine[0], None) or ""
+        return MatchResult(outcome=Outcome.NO_MATCH, reason=reason, input_hash=of_input, nearest=mine[0])
+    if wanted is not None:
+        rows, models = _of_this_input(parts, question)
+    others = [(r, models[r.fingerprint]) for r in rows if not question.fits(models[r.fingerprint], r.model_name)]
+    return found if found is not None and not others else matching.decide(of_input, [], others, wanted)
+
+
+def _of_this_input(parts: Parts, question: Question) -> tuple[list[Checkpoint], dict[bytes, RegisteredModel]]:
+    """The rows of this input hash under any fingerprint, and all models by their fingerprints."""
+    rows = parts.database.query(lambda db: queries.find_by_input(db, question.of_input))
+    # Models after rows: a row's model is there before the row is.
+    models = {m.fingerprint.digest: m for m in parts.database.query(queries.models)}
+    return [row for row in rows if row.fingerprint in models], models
+
+
+def _by_prefix(parts: Parts, question: Question, token_ids: TokenIds, digests: Sequence[bytes]) -> MatchResult:
+    heads: list[Head] = []
+    trouble: StoreUnavailable | None = None
+    for digest in digests[:MOST_MODELS]:
+        search = _Search(parts, digest, token_ids)
+        heads += search.heads()
+        trouble = trouble or search.trouble
+    text_of = None if question.vocabulary is None else question.vocabulary.text_of
+    found = matching.by_prefix(question.of_input, token_ids, heads, parts.min_match_tokens, text_of)
+    if found.outcome is not Outcome.HIT and trouble is not None:
+        raise trouble
+    return found
+
+
+@dataclass(slots=True)
+class _Search:
+    """The look for one model's best checkpoints. `trouble` is a fault of the moment for which a candidate was passed over."""
+
+    parts: Parts
+    digest: bytes
+    token_ids: TokenIds
+    trouble: StoreUnavailable | None = None
+    _seen: set[int] = field(default_factory=set)
+
+    def heads(self) -> list[Head]:
+        """Checkpoints among which is the best one, or the nearest; at most 16 files were looked at.
+
+        From the deepest block that is linked down: what lies deeper begins with more tokens of the input. It goes further down
+        only where nothing of a block can be used: it cannot be cut, has expired, or its file turned out to be of no use.
+        """
+        size, database = self.parts.block_size, self.parts.database
+        chain = prefix_hashes(self.digest, self.token_ids, size)
+        width = _WIDE if database.round_trip_s > _FAR_S else 1
+        deepest = database.query(lambda db: prefixes.deepest(db, chain, width))
+        most = min(len(self.token_ids), (deepest + 1) * size - 1)  # nothing linked begins with more
+        heads: list[Head] = []
+        spare: list[Checkpoint] = []
+        best = 0
+        for depth in range(deepest, -1, -1):
+            before = chain[depth - 1] if depth else self.digest
+            for row, is_prefix in self._candidates(before, depth * size):
+                if row.memory_kind is not MemoryKind.FULL and not (is_prefix and row.n_tokens < len(self.token_ids)):
+                    spare.append(row)
+                elif (head := self._head(row)) is not None:
+                    heads.append(head)
+                    best = max(best, self._usable(head))
+                    if best == most:
+                        return heads
+            if best or len(self._seen) >= MOST_HEADS:
+                break
+        return heads or [head for row in spare[:1] if (head := self._head(row)) is not None]
+
+    def _usable(self, head: Head) -> int:
+        n_matching = matching.common_prefix(self.token_ids, head.token_ids)
+        return matching.n_usable(head.row, n_matching, len(self.token_ids))
+
+    def _candidates(self, before: bytes, start: int) -> Iterator[tuple[Checkpoint, bool]]:
+        """The rows that end inside the block from token `start` on, longest first, and then those that share all before it; of
+        the first block, where nothing is shared yet, those that were saved last. With each, whether by its hash all of it is
+        a beginning of the input.
+        """
+        ends = end_hashes(before, self.token_ids[start : start + self.parts.block_size - 1])
+        ending, more = self.parts.database.query(
+            lambda db: (
+                prefixes.ending_at(db, ends, MOST_HEADS),
+                prefixes.sharing(db, before, MOST_HEADS) if start else prefixes.newest(db, self.digest, MOST_HEADS),
+            )
+        )
+        self.parts.hook("looked up")
+        yield from ((row, True) for row in ending)
+        numbers = {row.ckpt_no for row in ending}
+        yield from ((row, row.n_tokens == start) for row in more if row.ckpt_no not in numbers)
+
+    def _head(self, row: Checkpoint) -> Head | None:
+        """A row with its token ids, if it was not looked at already and its files are in order."""
+        if row.ckpt_no in self._seen or len(self._seen) >= MOST_HEADS:
+            return None
+        self._seen.add(row.ckpt_no)
+        try:
+            return Head(row, token_ids_of(self.parts, row, self._broken))
+        except (CorruptFile, FileMissing, UnsafePath):
+            return None  # told by `_broken`
+        except StoreUnavailable as error:
+            log.warning("checkpoint %s cannot be looked at now: %s", row.id, error)
+            self.trouble = error
+            return None
+
+    def _broken(self, row: Checkpoint, error: Unreadable) -> None:
+        """Makes a row STALE whose file is missing or damaged. One that the database cannot be told of stays for a restore."""
+        missing = isinstance(error, FileMissing)
+        if missing:
+            self.parts.require_store()
+        try:
+            self.parts.make_stale(row, StaleReason.MISSING if missing else StaleReason.CORRUPT, str(error))
+        except DatabaseUnavailable as lost:
+            log.warning("what became of checkpoint %s was not recorded: %s", row.id, lost)
+
+
+def _tell_nobody(_row: Checkpoint, _error: Unreadable) -> None:
+    """The caller hears of the error anyway."""
+
+
+def token_ids_of(
+    parts: Parts, row: Checkpoint, broken: Callable[[Checkpoint, Unreadable], None] = _tell_nobody
+) -> TokenIds:
+    """All token ids of a checkpoint, as the head of its file has them, checked against their CRC and the row; of a delta with
+    those before it, from its parents' files. Shape `[n_tokens]`. `broken` hears which row's file is of no use.
+
+    Raises:
+        FileMissing, CorruptFile, UnsafePath: a file is missing or damaged, or is not that of its row.
+        StoreUnavailable: a file cannot be read now; nothing is known of it.
+        DatabaseUnavailable: a delta's parent cannot be looked up.
+    """
+    try:
+        start, token_ids = _own_ids(parts, row)
+    except (CorruptFile, FileMissing, UnsafePath) as error:
+        broken(row, error)
+        raise
+    if start and row.parent_no is not None:
+        parent_no = row.parent_no
+        parent = parts.database.query(lambda db: queries.by_number(db, parent_no))
+        if parent is None:
+            raise FileMissing(path=f"{row.file_path} (the checkpoint that it is a delta of)")
+        token_ids = np.concatenate([token_ids_of(parts, parent, broken)[:start], token_ids])
+    if tokens_hash(token_ids) != row.tokens_hash:
+        wrong = CorruptFile(path=row.file_path, check="Row", reason="its token ids are not those of the row")
+        broken(row, wrong)
+        raise wrong
+    return token_ids
+
+
+def _own_ids(parts: Parts, row: Checkpoint) -> tuple[int, TokenIds]:
+    """The token ids in a checkpoint's own file, and the position of the first."""
+    data, size = parts.store.beginning(row.file_path, _GUESS + 4 * row.n_tokens)
+    header, padding = container.read_header(memoryview(data), row.file_path, size)
+    if padding + header.payload_offset > len(data):
+        data, size = parts.store.beginning(row.file_path, padding + header.payload_offset)
+        header, padding = container.read_header(memoryview(data), row.file_path, size)
+    if header.fingerprint != row.fingerprint:
+        raise CorruptFile(path=row.file_path, check="Row", reason="its fingerprint is not that of the row")
+    return header.start_token, container.read_token_ids(memoryview(data), header, padding, row.file_path)
