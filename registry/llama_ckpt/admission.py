@@ -44,12 +44,12 @@ def admit(parts: Parts, new: NewCheckpoint) -> Admission:
         DatabaseUnavailable, StoreUnavailable: the limits cannot be checked; nothing may be written then.
     """
     policy = parts.policy
-    if not policy.limits_room:
+    if not policy.limits_room or new.file_size == 0:
         return Admission()
     size = new.file_size + collecting.BLOCK_BYTES
     if policy.max_bytes is not None and size > policy.max_bytes:
         return Admission(refused=f"{new.file_size} bytes are more than all of max_bytes ({policy.max_bytes})")
-    claim, passed_over = secrets.token_bytes(32), set[int]()
+    claim, passed_over = secrets.token_bytes(32), {new.parent_no or 0}  # what it stands on stays
     for _ in range(_MAX_ROUNDS):
         lacking = _claim(parts, claim, size)
         if lacking <= 0:

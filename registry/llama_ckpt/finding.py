@@ -251,6 +251,8 @@ def token_ids_of(
 
 def _own_ids(parts: Parts, row: Checkpoint) -> tuple[int, TokenIds]:
     """The token ids in a checkpoint's own file, and the position of the first."""
+    if row.is_covered:
+        return row.start_token, np.empty(0, dtype=np.int32)
     data, size = parts.store.beginning(row.file_path, _GUESS + 4 * row.n_tokens)
     header, padding = container.read_header(memoryview(data), row.file_path, size)
     if padding + header.payload_offset > len(data):

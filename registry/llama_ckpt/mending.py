@@ -14,7 +14,7 @@ from llama_ckpt.gc_values import Finding, FindingKind
 from llama_ckpt.parts import Parts
 from llama_ckpt.saving import clean_name
 from llama_ckpt.values import Checkpoint, MemoryKind, NewCheckpoint, RegisteredModel, StaleReason, Status
-from llama_ckpt.verify import Verifier, all_ok
+from llama_ckpt.verify import Verifier
 
 log = logging.getLogger("llama_ckpt")
 
@@ -56,14 +56,8 @@ class Mender:
             return "it is ACTIVE"
         if row.stale_reason not in _UNDOABLE:
             return f"it is {row.stale_reason}: that is no matter of policy"
-        try:
-            if row.file_size == 0 or self._parts.store.size(row.file_path) is None:
-                return "its file is freed already"
-        except UnsafePath as error:
-            return str(error)
-        checks = self._verifier.checkpoint(row)
-        if not all_ok(checks):
-            return "; ".join(str(check) for check in checks if check.ok is False)
+        if not row.is_covered and (reason := self._damage(row)):
+            return reason
         try:
             token_ids = token_ids_of(self._parts, row)
         except (CorruptFile, FileMissing, UnsafePath) as error:
@@ -79,6 +73,15 @@ class Mender:
             return "another checkpoint of the same input is ACTIVE"
         self._parts.hook("reactivated")
         return "ACTIVE" if back else "it was collected meanwhile, or the checkpoint that it is a delta of is not ACTIVE"
+
+    def _damage(self, row: Checkpoint) -> str | None:
+        """What is wrong with a row's own file."""
+        try:
+            if row.file_size == 0 or self._parts.store.size(row.file_path) is None:
+                return "its file is freed already"
+        except UnsafePath as error:
+            return str(error)
+        return "; ".join(str(check) for check in self._verifier.checkpoint(row) if check.ok is False) or None
 
     def repair(self, findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
         """Marks the rows of missing and damaged files STALE and registers sound orphans again; says what became of each.

@@ -8,15 +8,19 @@ cells are taken out of it. The engine sees nothing before all of that holds.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from llama_ckpt import formats
+from llama_ckpt.db import queries
 from llama_ckpt.engine import Engine
 from llama_ckpt.errors import CorruptFile, FileMissing, Incompatible
 from llama_ckpt.fingerprint import TokenIds, differences, fingerprint
 from llama_ckpt.formats import kv_edit, kv_values, legacy
+from llama_ckpt.formats.kv_layout import Dialect
 from llama_ckpt.metrics import Event
 from llama_ckpt.parts import Parts
 from llama_ckpt.values import Checkpoint, Fingerprint
@@ -46,21 +50,89 @@ class Cells:
     token_ids: TokenIds
 
 
+@dataclass(slots=True)
+class Reading:
+    """What happens while a checkpoint is read: the row whose file is looked at, which is to blame if that is no good, and what
+    was met on the way.
+    """
+
+    row: Checkpoint
+    events: set[Event] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A file of a chain of deltas, opened, and the position up to which its cells are taken."""
+
+    row: Checkpoint
+    file: formats.CheckpointFile
+    end: int
+
+
 @contextmanager
-def cells_of(parts: Parts, engine: Engine, row: Checkpoint, asked: Asked, events: set[Event]) -> Iterator[Cells]:
-    """The cells that are asked of a checkpoint, inside the `with` only. What was met on the way is added to `events`.
+def cells_of(parts: Parts, engine: Engine, row: Checkpoint, asked: Asked, reading: Reading) -> Iterator[Cells]:
+    """The cells that are asked of a checkpoint, inside the `with` only; of a delta joined with those that it stands on.
 
     Raises:
-        FileMissing, UnsafePath, StoreUnavailable: the file is not there, is no file of ours, or cannot be read now.
-        CorruptFile: it is damaged, not the row's, or has a value that is no number.
-        Incompatible, Unsupported: it is sound, but does not fit this engine or these tokens.
+        FileMissing, UnsafePath, StoreUnavailable: a file is not there, is no file of ours, or cannot be read now.
+        CorruptFile: one is damaged, not its row's, or has a value that is no number.
+        Incompatible, Unsupported: all are sound, but do not fit this engine or these tokens.
+        DatabaseUnavailable: what a delta stands on cannot be looked up.
     """
+    with ExitStack() as files:
+        members = _members(parts, row, asked.n_tokens, files, reading)
+        cells = _prepared(engine, members, asked, reading)
+        reading.row = row
+        yield cells
+
+
+@contextmanager
+def stored_cells(parts: Parts, row: Checkpoint, reading: Reading) -> Iterator[tuple[Cells, formats.CheckpointFile]]:
+    """All cells of a checkpoint as they are stored, inside the `with` only, and the last of its files. Of a delta joined, in the
+    dialect of that file.
+
+    Raises:
+        FileMissing, UnsafePath, StoreUnavailable, CorruptFile, DatabaseUnavailable: as `cells_of`.
+        Incompatible, Unsupported: the files of a delta are of dialects that cannot be made one.
+    """
+    with ExitStack() as files:
+        members = _members(parts, row, row.n_tokens, files, reading)
+        last = members[-1].file
+        stretches = [kv_edit.Stretch(_in_dialect(m.file, last.state.layout), m.row.start_token, m.end) for m in members]
+        ids = np.concatenate([m.file.contents.token_ids[: m.end - m.row.start_token] for m in members])
+        yield Cells(state=_gathered(stretches, members), token_ids=ids), last
+
+
+def _in_dialect(file: formats.CheckpointFile, layout: Dialect) -> memoryview:
+    state = file.contents.payload
+    return state if file.state.layout == layout else kv_edit.to_dialect(state, layout)
+
+
+def _members(parts: Parts, row: Checkpoint, n_tokens: int, files: ExitStack, reading: Reading) -> list[_Member]:
+    """The files that have the first `n_tokens` cells, opened and verified."""
+    chain = [row] if row.parent_no is None else [*parts.database.query(lambda db: queries.ancestors(db, row)), row]
+    members = []
+    for member, end in _stretches(chain, n_tokens):
+        reading.row = member
+        members.append(_Member(member, _opened(parts, member, files, reading), end))
+    return members
+
+
+def _stretches(chain: Sequence[Checkpoint], n_tokens: int) -> Iterator[tuple[Checkpoint, int]]:
+    """The rows of a chain whose cells are among the first `n_tokens`, each with the position where the next one takes over."""
+    ends = [*(row.start_token for row in chain[1:]), chain[-1].n_tokens]
+    for row, end in zip(chain, ends, strict=True):
+        if row.start_token < min(end, n_tokens):
+            yield row, min(end, n_tokens)
+
+
+def _opened(parts: Parts, row: Checkpoint, files: ExitStack, reading: Reading) -> formats.CheckpointFile:
     try:
-        with parts.store.map(row.file_path) as view:
-            yield _prepared(engine, row, asked, view, events)
+        view = files.enter_context(parts.store.map(row.file_path))
     except FileMissing:
         parts.require_store()
         raise
+    return _verified(row, view, reading.events)
 
 
 def other_mode(of_engine: Fingerprint) -> Fingerprint:
@@ -68,23 +140,39 @@ def other_mode(of_engine: Fingerprint) -> Fingerprint:
     return fingerprint({**of_engine.fields, "v_transposed": not of_engine.fields.get("v_transposed")})
 
 
-def _prepared(engine: Engine, row: Checkpoint, asked: Asked, view: memoryview, events: set[Event]) -> Cells:
-    file = _verified(row, view, events)
-    _require_tokens(file, asked)
+def _prepared(engine: Engine, members: Sequence[_Member], asked: Asked, reading: Reading) -> Cells:
+    token_ids = np.concatenate([m.file.contents.token_ids[: m.end - m.row.start_token] for m in members])
+    _require_tokens(token_ids, asked)
+    stretches = []
+    for member in members:
+        reading.row = member.row
+        stretches.append(_stretch(engine, member, asked, reading.events))
+    state, first = _gathered(stretches, members), members[0]
+    if first.file.fingerprint.digest != engine.fingerprint.digest:
+        state = kv_edit.transpose_v(state, transposed=not first.file.state.v_transposed)
+    return Cells(state=state, token_ids=token_ids)
+
+
+def _gathered(stretches: Sequence[kv_edit.Stretch], members: Sequence[_Member]) -> memoryview:
+    """One state of all stretches: without a copy where it is one file's and all of it."""
+    if len(stretches) == 1 and members[0].end == members[0].row.n_tokens:
+        return stretches[0].state
+    return kv_edit.gather(stretches)
+
+
+def _stretch(engine: Engine, member: _Member, asked: Asked, events: set[Event]) -> kv_edit.Stretch:
+    """A file's cells in the engine's dialect, after they were found to fit it."""
+    row, file = member.row, member.file
     _require_fit(file, engine, row, transpose_v=asked.transpose_v)
     if asked.check_values and (bad := kv_values.first_not_finite(file.contents.payload, file.state)):
         raise CorruptFile(path=row.file_path, check="Values", reason=f"{bad} is no finite number")
     if file.contents.metadata.get("engine") != engine.engine_name:
         events.add(Event.OTHER_VERSION_MET)
     state = file.contents.payload
-    if asked.n_tokens < row.n_tokens:
-        state = kv_edit.cut(state, asked.n_tokens)
     if file.state.layout != engine.layout or file.state.rotation_words not in (None, engine.rotation):
         state = _translated(state, engine)
         events.add(Event.STATE_TRANSLATED)
-    if file.fingerprint.digest != engine.fingerprint.digest:
-        state = kv_edit.transpose_v(state, transposed=not file.state.v_transposed)
-    return Cells(state=state, token_ids=file.contents.token_ids[: asked.n_tokens])
+    return kv_edit.Stretch(state, row.start_token, member.end)
 
 
 def _verified(row: Checkpoint, view: memoryview, events: set[Event]) -> formats.CheckpointFile:
@@ -102,8 +190,8 @@ def _verified(row: Checkpoint, view: memoryview, events: set[Event]) -> formats.
     return file
 
 
-def _require_tokens(file: formats.CheckpointFile, asked: Asked) -> None:
-    n, ids = len(asked.begins_with), file.contents.token_ids
+def _require_tokens(ids: TokenIds, asked: Asked) -> None:
+    n = len(asked.begins_with)
     if n > len(ids):
         raise Incompatible(reason=f"the checkpoint has {len(ids)} tokens, not the {n} that it was to begin with")
     differ = (ids[:n] != asked.begins_with).nonzero()[0]

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from llama_ckpt import finding, restoring, saving
+from llama_ckpt import finding, flattening, restoring, saving
 from llama_ckpt.db import migrate, prefixes, queries
 from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.engine import Engine, Progress, Vocabulary, no_progress
@@ -413,8 +413,31 @@ class Registry:
             if now is not None and now.pinned:
                 raise BadInput(what="checkpoint", value=row.id, reason="it is pinned; unpin it first")
             if queries.has_active_child(db, row):
-                raise BadInput(what="checkpoint", value=row.id, reason="a delta needs it; remove that first")
+                raise BadInput(
+                    what="checkpoint",
+                    value=row.id,
+                    reason="a delta needs it: remove that first, or make it whole with: llama-ckpt flatten ID",
+                )
             queries.mark_stale(db, row, StaleReason.REMOVED)
+        return self.get(row.id)
+
+    def flatten(self, checkpoint_id: str) -> Checkpoint:
+        """Makes a delta whole: it gets a file with all of its cells, and what it stood on can be removed. One that is whole stays
+        as it is. Interrupted, it is a delta or whole, and at most a file without a row is left for gc.
+
+        Raises:
+            NotFound, BadInput: as `get`; or it is STALE.
+            CorruptFile, FileMissing, UnsafePath: a file of it or of what it stands on is no good.
+            Incompatible, Unsupported: its files were written by engines whose states cannot be made one: restore it and save it.
+            StoreFull, StoreUnavailable: the new file cannot be written, or others cannot be read.
+            Conflict: it went STALE, or was flattened, meanwhile.
+            DatabaseUnavailable: the database failed.
+        """
+        row = self.get(checkpoint_id)
+        if row.status is Status.STALE:
+            raise BadInput(what="checkpoint", value=row.id, reason=f"it is STALE ({row.stale_reason})")
+        if row.parent_no is not None:
+            flattening.flatten(self.parts, row)
         return self.get(row.id)
 
     def report_bad(self, checkpoint_id: str) -> Checkpoint:

@@ -27,7 +27,7 @@ from llama_ckpt.fingerprint import Input, TokenIds, input_hash, tokens_hash
 from llama_ckpt.formats import kv_edit
 from llama_ckpt.metrics import Event
 from llama_ckpt.parts import Parts
-from llama_ckpt.payloads import Asked, Cells, cells_of, other_mode
+from llama_ckpt.payloads import Asked, Cells, Reading, cells_of, other_mode
 from llama_ckpt.saving import token_ids_of
 from llama_ckpt.values import Checkpoint, MatchResult, MergeResult, Outcome, RestoreResult, StaleReason
 
@@ -112,7 +112,7 @@ def merge(parts: Parts, engine: Engine, row: Checkpoint) -> MergeResult:
     _require_room(engine, row.n_tokens)
     head = engine.capture()
     asked = Asked(begins_with=held, n_tokens=row.n_tokens)
-    with _leased(parts, row) as events, cells_of(parts, engine, row, asked, events) as cells:
+    with _leased(parts, row) as reading, cells_of(parts, engine, row, asked, reading) as cells:
         joined = kv_edit.join(head, kv_edit.tail(cells.state, len(held)))
         _take(engine, Cells(state=joined, token_ids=cells.token_ids))
     parts.metrics.count("merged")
@@ -136,7 +136,7 @@ def _load(
         transpose_v=options.transpose_v,
     )
     live = None if options.layers is None else _live_state(engine, token_ids)
-    with _leased(parts, row) as events, cells_of(parts, engine, row, asked, events) as cells:
+    with _leased(parts, row) as reading, cells_of(parts, engine, row, asked, reading) as cells:
         if live is not None:
             state = kv_edit.replace_layers(live, cells.state, options.layers or ())
             cells = Cells(state=state, token_ids=cells.token_ids)
@@ -179,9 +179,9 @@ def _require_same_tokens(row: Checkpoint, given: Input, token_ids: TokenIds) -> 
 
 
 @contextmanager
-def _leased(parts: Parts, row: Checkpoint) -> Iterator[set[Event]]:
-    """A row that is leased while the block reads its file. Afterwards the lease is given back, and with it is recorded what the
-    block met (the set that it gets) and what became of it: a hit, or a row that went STALE for what the block raised.
+def _leased(parts: Parts, row: Checkpoint) -> Iterator[Reading]:
+    """A row that is leased while the block reads its files. Afterwards the lease is given back, and with it is recorded what the
+    block met and what became of it: a hit, or a row that went STALE for what the block raised, and the deltas on it with it.
 
     Raises:
         DatabaseUnavailable: the row cannot be leased.
@@ -192,16 +192,16 @@ def _leased(parts: Parts, row: Checkpoint) -> Iterator[set[Event]]:
     if until is None:
         raise Incompatible(reason=f"checkpoint {row.id} went STALE at this moment")
     parts.hook("leased")
-    events: set[Event] = set()
+    reading = Reading(row)
     try:
-        yield events
+        yield reading
     except LlamaCkptError as error:
-        _record(parts, row, until, events, hit=False)
+        _record(parts, row, until, reading.events, hit=False)
         if (stale := _stale_for(error)) is not None:
-            with _noted(row):
-                parts.make_stale(row, stale, str(error))
+            with _noted(reading.row):
+                parts.make_stale(reading.row, stale, str(error))
         raise
-    _record(parts, row, until, events, hit=True)
+    _record(parts, row, until, reading.events, hit=True)
 
 
 def _record(parts: Parts, row: Checkpoint, until: int, events: set[Event], *, hit: bool) -> None:

@@ -10,11 +10,11 @@ import contextlib
 import logging
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llama_ckpt import admission
-from llama_ckpt.admission import Admission
 from llama_ckpt.db import prefixes, queries
+from llama_ckpt.deltas import Base, base_of
 from llama_ckpt.engine import Engine
 from llama_ckpt.errors import (
     BadInput,
@@ -27,7 +27,7 @@ from llama_ckpt.errors import (
 )
 from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash, links_of, text_bytes, tokens_hash
-from llama_ckpt.formats import container, kv_state
+from llama_ckpt.formats import container, kv_edit, kv_state
 from llama_ckpt.parts import Parts
 from llama_ckpt.values import (
     Checkpoint,
@@ -84,29 +84,69 @@ def save(
     """As `Registry.save`. `instead_of` is a row that a restore found of no use to this engine: it is superseded."""
     started = time.perf_counter()
     of_input = input_hash(given)
-    row, old, size = _usable(parts, engine.fingerprint.digest, of_input), None, 0
-    granted = Admission()
+    row, old = usable(parts, engine.fingerprint.digest, of_input), None
     if row is not None and not _stands_for(row, engine, given, instead_of):
         row, old = None, row
-    if row is None:
+    if row is not None:
+        result = SaveResult(outcome=SaveOutcome.DEDUPLICATED, checkpoint=row, bytes_written=0, elapsed_s=0.0)
+    else:
         token_ids = token_ids_of(engine, given)
         _require_held(engine, token_ids)
-        new, head, payload = _encode(engine, of_input, token_ids, options)
-        _claim_store(parts)
-        granted = admission.admit(parts, new)
-        if granted.refused is None:
-            try:
-                size = parts.store.write(new.id, head, payload)
-                row = _register(parts, engine, new, old, token_ids)
-            finally:
-                admission.release(parts, granted)
-            size = size if row.id == new.id else 0
-    outcome = SaveOutcome.SAVED if size else SaveOutcome.DEDUPLICATED if row else SaveOutcome.REFUSED
-    parts.metrics.count(outcome.value)
-    elapsed_s = time.perf_counter() - started
-    return SaveResult(
-        outcome=outcome, checkpoint=row, bytes_written=size, elapsed_s=elapsed_s, reason=granted.refused or ""
-    )
+        result = _save(parts, _captured(engine, of_input, token_ids), options, old)
+    parts.metrics.count(result.outcome.value)
+    return replace(result, elapsed_s=time.perf_counter() - started)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Captured:
+    """What an engine holds of an input: the tokens and a copy of their state."""
+
+    engine: Engine
+    of_input: bytes
+    token_ids: TokenIds
+    payload: memoryview
+
+
+def _captured(engine: Engine, of_input: bytes, token_ids: TokenIds) -> _Captured:
+    if engine.memory_kind is not MemoryKind.FULL:
+        raise Unsupported(
+            what=f"saving {engine.memory_kind} memory", reason="this version saves full attention caches only"
+        )
+    payload = engine.capture()
+    kv_state.require_plain_sequence(kv_state.parse(payload), len(token_ids))
+    return _Captured(engine=engine, of_input=of_input, token_ids=token_ids, payload=payload)
+
+
+def _save(parts: Parts, captured: _Captured, options: SaveOptions, old: Checkpoint | None) -> SaveResult:
+    """Writes what is not stored yet. If the checkpoint that it stands on goes meanwhile, it is written in full."""
+    _claim_store(parts)
+    base = base_of(parts, captured.engine, captured.token_ids, captured.payload, old)
+    if base is not None:
+        try:
+            return _write(parts, captured, options, old, base)
+        except Conflict as error:
+            log.info("written in full: %s", error)
+    return _write(parts, captured, options, old, None)
+
+
+def _write(
+    parts: Parts, captured: _Captured, options: SaveOptions, old: Checkpoint | None, base: Base | None
+) -> SaveResult:
+    new, head, payload = _encode(captured, options, base)
+    granted = admission.admit(parts, new)
+    if granted.refused is not None:
+        return SaveResult(
+            outcome=SaveOutcome.REFUSED, checkpoint=None, bytes_written=0, elapsed_s=0.0, reason=granted.refused
+        )
+    try:
+        if new.file_size:
+            parts.store.write(new.id, head, payload)
+        row = _register(parts, captured.engine, new, old, captured.token_ids)
+    finally:
+        admission.release(parts, granted)
+    if row.id != new.id:
+        return SaveResult(outcome=SaveOutcome.DEDUPLICATED, checkpoint=row, bytes_written=0, elapsed_s=0.0)
+    return SaveResult(outcome=SaveOutcome.SAVED, checkpoint=row, bytes_written=new.file_size, elapsed_s=0.0)
 
 
 def token_ids_of(engine: Engine, given: Input) -> TokenIds:
@@ -148,47 +188,75 @@ def _require_held(engine: Engine, token_ids: TokenIds) -> None:
         raise EngineStateMismatch(reason=f"they differ from token {int(differ[0])} on")
 
 
-def _usable(parts: Parts, digest: bytes, of_input: bytes) -> Checkpoint | None:
-    """The ACTIVE row of this input if its file is there in full; a row that fails this is made STALE."""
+def usable(parts: Parts, digest: bytes, of_input: bytes) -> Checkpoint | None:
+    """The ACTIVE row of this input if its file is there in full, and those that it stands on; a row that fails this is made
+    STALE, with the deltas on it.
+    """
     row = parts.database.query(lambda db: queries.find_active(db, digest, of_input))
     if row is None:
         return None
+    chain = [row] if row.parent_no is None else [*parts.database.query(lambda db: queries.ancestors(db, row)), row]
+    return row if all(_has_its_file(parts, one) for one in chain) else None
+
+
+def _has_its_file(parts: Parts, row: Checkpoint) -> bool:
+    if row.is_covered:
+        return True
     try:
         size = parts.store.size(row.file_path)
     except UnsafePath as error:
         parts.make_stale(row, StaleReason.CORRUPT, str(error))
-        return None
+        return False
     if size is None:
         parts.require_store()
         parts.make_stale(row, StaleReason.MISSING, "its file is gone")
-        return None
+        return False
     if not row.file_size <= size <= row.file_size + container.MAX_PADDING:
         parts.make_stale(row, StaleReason.CORRUPT, f"its file has {size} bytes instead of {row.file_size}")
-        return None
-    return row
+        return False
+    return True
 
 
-def _encode(
-    engine: Engine, of_input: bytes, token_ids: TokenIds, options: SaveOptions
-) -> tuple[NewCheckpoint, bytes, memoryview]:
-    """The row, the bytes before the payload, and the payload."""
-    if engine.memory_kind is not MemoryKind.FULL:
-        raise Unsupported(
-            what=f"saving {engine.memory_kind} memory", reason="this version saves full attention caches only"
-        )
-    payload = engine.capture()
+def _encode(captured: _Captured, options: SaveOptions, base: Base | None) -> tuple[NewCheckpoint, bytes, memoryview]:
+    """The row, the bytes before the payload, and the payload: of what the base does not hold. No bytes where it holds all."""
+    engine, token_ids, start = captured.engine, captured.token_ids, base.start_token if base else 0
+    head, payload, full = b"", memoryview(b""), None
+    if start < len(token_ids):
+        payload = kv_edit.tail(captured.payload, start) if base else captured.payload
+        head, full = _head(captured, payload, base)
+    checkpoint_id = uuid.uuid4().hex
+    new = NewCheckpoint(
+        id=checkpoint_id,
+        model_name=clean_name(engine.model_name),
+        fingerprint=engine.fingerprint.digest,
+        input_hash=captured.of_input,
+        tokens_hash=tokens_hash(token_ids),
+        n_tokens=len(token_ids),
+        memory_kind=engine.memory_kind,
+        file_path=path_of(checkpoint_id),
+        file_size=full.payload_offset + full.payload_size if full else 0,
+        payload_crc32=full.payload_crc32 if full else 0,
+        prefill_ms=options.prefill_ms,
+        expires_in_s=options.expires_in_s,
+        label=options.label,
+        start_token=start,
+        parent_no=base.parent.ckpt_no if base else None,
+    )
+    return new, head, payload
+
+
+def _head(captured: _Captured, payload: memoryview, base: Base | None) -> tuple[bytes, container.Header]:
+    engine, start = captured.engine, base.start_token if base else 0
     state = kv_state.parse(payload)
-    kv_state.require_plain_sequence(state, len(token_ids))
-    model_name = clean_name(engine.model_name)
     header = container.Header(
-        flags=container.FLAG_SLICEABLE,
-        seq_len=len(token_ids),
-        start_token=0,
+        flags=container.FLAG_SLICEABLE | (container.FLAG_DELTA if base else 0),
+        seq_len=len(captured.token_ids),
+        start_token=start,
         n_layer=state.n_layer,
         n_kv_head=engine.dimensions.n_kv_head,
         metadata_size=0,
         fingerprint=engine.fingerprint.digest,
-        input_hash=of_input,
+        input_hash=captured.of_input,
         created_ns=time.time_ns(),
     )
     metadata = {
@@ -196,26 +264,11 @@ def _encode(
         "engine": engine.engine_name,
         "fingerprint": dict(engine.fingerprint.fields),
         "memory_kind": engine.memory_kind.value,
-        "model_name": model_name,
+        "model_name": clean_name(engine.model_name),
     }
-    head, full = container.encode_head(header, metadata, token_ids, payload)
-    checkpoint_id = uuid.uuid4().hex
-    new = NewCheckpoint(
-        id=checkpoint_id,
-        model_name=model_name,
-        fingerprint=full.fingerprint,
-        input_hash=of_input,
-        tokens_hash=tokens_hash(token_ids),
-        n_tokens=full.seq_len,
-        memory_kind=engine.memory_kind,
-        file_path=path_of(checkpoint_id),
-        file_size=full.payload_offset + full.payload_size,
-        payload_crc32=full.payload_crc32,
-        prefill_ms=options.prefill_ms,
-        expires_in_s=options.expires_in_s,
-        label=options.label,
-    )
-    return new, head, payload
+    if base:
+        metadata["parent"] = base.parent.id
+    return container.encode_head(header, metadata, captured.token_ids[start:], payload)
 
 
 class _CommitUnanswered(Exception):  # noqa: N818 - never leaves this module
@@ -235,7 +288,7 @@ def _register(
                 return _insert(parts, model, new, old, token_ids)
             except Conflict as error:
                 conflict = error
-                theirs = _usable(parts, new.fingerprint, new.input_hash)
+                theirs = usable(parts, new.fingerprint, new.input_hash)
                 if theirs is not None and (old is None or theirs.id != old.id):
                     _discard(parts, new)
                     return theirs
@@ -258,7 +311,8 @@ def _insert(
     """
     committing = False
     try:
-        parts.store.touch(new.file_path)
+        if new.file_size:
+            parts.store.touch(new.file_path)
         with parts.database.write() as db:
             queries.expire_due(db, new.fingerprint, new.input_hash)
             if old is not None:
@@ -267,7 +321,7 @@ def _insert(
             row = queries.insert_checkpoint(db, new)
             prefixes.link(db, links_of(row, token_ids, parts.block_size))
             parts.hook("inserted")
-            if parts.store.size(new.file_path) != new.file_size:
+            if new.file_size and parts.store.size(new.file_path) != new.file_size:
                 raise StoreUnavailable(path=new.file_path, reason="it was collected while it was saved; save again")
             committing = True
         parts.hook("committed")

@@ -122,6 +122,11 @@ class Checkpoint:
     start_token: int = 0
     parent_no: int | None = None
 
+    @property
+    def is_covered(self) -> bool:
+        """Whether all of its cells are its parent's. It then has no file, and a size of 0; so has a STALE row whose file is freed."""
+        return self.start_token == self.n_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewCheckpoint:

@@ -88,6 +88,7 @@ class TokenEngine(SampleEngine):
     def token_ids(self, text):
         return np.array([int(word) for word in text.split()], dtype=np.int32)
 
-    def evaluate(self, token_ids, progress=no_progress):
-        super().evaluate(np.asarray(token_ids, dtype=np.int32), progress)
+    def evaluate(self, token_ids, progress=no_progress, *, n_kept=0):
+        self.ids = np.asarray(token_ids, dtype=np.int32)
+        super().evaluate(self.ids, progress, n_kept=n_kept)
         _, self.state = samples.longer(samples.F16_FLASH, len(token_ids))

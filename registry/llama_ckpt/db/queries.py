@@ -284,8 +284,10 @@ def least_recently_verified(db: sa.Connection, older_than_s: float) -> list[str]
 
 
 def mark_stale(db: sa.Connection, row: Checkpoint, reason: StaleReason) -> bool:
-    """Makes an ACTIVE row STALE, and with it every delta that needs it; False when it is STALE already."""
-    if not mark(db, [meta.c.ckpt_no == row.ckpt_no], reason):
+    """Makes an ACTIVE row STALE, and with it every delta that needs it; False when it is STALE already, or has another file by
+    now: what was found out about the old one says nothing of it.
+    """
+    if not mark(db, [meta.c.ckpt_no == row.ckpt_no, meta.c.file_path == row.file_path], reason):
         return False
     _mark_descendants(db, [row.ckpt_no], reason)
     return True
@@ -342,7 +344,8 @@ def reactivate(db: sa.Connection, row: Checkpoint) -> bool:
     """
     if row.parent_no is not None and not _touch_active(db, row.parent_no):
         return False
-    # A row of size 0 has lost its file, or is about to.
+    # A row of size 0 has lost its file, or is about to; or it never had one, since its parent has all of its cells.
+    whole = sa.or_(meta.c.file_size > 0, meta.c.start_token == meta.c.n_tokens)
     stale = [meta.c.ckpt_no == row.ckpt_no, meta.c.status == STALE, meta.c.file_size == row.file_size]
     values = {
         "status": ACTIVE,
@@ -352,7 +355,22 @@ def reactivate(db: sa.Connection, row: Checkpoint) -> bool:
         "expires_us": None,
         "last_used_us": now_us(),
     }
-    return db.execute(sa.update(meta).where(*stale, meta.c.file_size > 0).values(**values)).rowcount == 1
+    return db.execute(sa.update(meta).where(*stale, whole).values(**values)).rowcount == 1
+
+
+def make_whole(db: sa.Connection, row: Checkpoint, whole: NewCheckpoint) -> bool:
+    """Gives an ACTIVE delta a file that has all of its cells, so that it stands on nothing; False when it went STALE, or somebody
+    did so already.
+    """
+    seen = [meta.c.ckpt_no == row.ckpt_no, meta.c.status == ACTIVE, meta.c.file_path == row.file_path]
+    values = {
+        "file_path": whole.file_path,
+        "file_size": whole.file_size,
+        "payload_crc32": whole.payload_crc32,
+        "start_token": 0,
+        "parent_no": None,
+    }
+    return db.execute(sa.update(meta).where(*seen).values(**values)).rowcount == 1
 
 
 def set_pinned(db: sa.Connection, checkpoint_id: str, pinned: bool) -> None:

@@ -47,7 +47,7 @@ def open_checkpoint(view: memoryview, name: str, passed: Callable[[str], None] =
     passed("CRC32")
     try:
         state = kv_state.parse(contents.payload)
-        kv_state.require_plain_sequence(state, header.seq_len)
+        kv_state.require_plain_sequence(state, header.seq_len, header.start_token)
         identity = fingerprint_of(contents)
     except (Unsupported, BadInput) as error:
         raise CorruptFile(path=name, check="Structure", reason=str(error)) from error
@@ -80,7 +80,7 @@ def fingerprint_of(contents: container.Contents) -> Fingerprint:
 
 
 def require_agreement(file: CheckpointFile, row: Checkpoint, name: str) -> None:
-    """Holds a file to its row.
+    """Holds a file to its row; a delta's only as far as its own tokens go.
 
     Raises:
         CorruptFile: input hash, fingerprint, tokens or payload CRC are not those of the row.
@@ -89,10 +89,12 @@ def require_agreement(file: CheckpointFile, row: Checkpoint, name: str) -> None:
     pairs = {
         "fingerprint": (row.fingerprint, header.fingerprint),
         "input hash": (row.input_hash, header.input_hash),
-        "tokens hash": (row.tokens_hash, tokens_hash(file.contents.token_ids)),
         "number of tokens": (row.n_tokens, header.seq_len),
+        "first token": (row.start_token, header.start_token),
         "payload CRC": (row.payload_crc32, header.payload_crc32),
     }
+    if header.start_token == 0:  # a delta has the others in its parents' files
+        pairs["tokens hash"] = (row.tokens_hash, tokens_hash(file.contents.token_ids))
     for what, (in_row, in_file) in pairs.items():
         if in_row != in_file:
             told = (x.hex()[:16] + "…" if isinstance(x, bytes) else str(x) for x in (in_row, in_file))
