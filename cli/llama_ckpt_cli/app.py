@@ -21,6 +21,7 @@ from llama_ckpt_cli import (
     inspection,
     maintenance,
     pruning,
+    repairs,
     schedules,
     verification,
 )
@@ -50,7 +51,10 @@ def _options(
     """Registry and garbage collector for llama.cpp KV-cache checkpoints."""
 
 
-COMMANDS = (demo, checkpoints, inspection, verification, diagnosis, pruning, maintenance, schedules, administration)
+COMMANDS = (
+    *(demo, checkpoints, inspection, verification, repairs, diagnosis),
+    *(pruning, maintenance, schedules, administration),
+)
 for module in COMMANDS:
     module.add_to(app)
 

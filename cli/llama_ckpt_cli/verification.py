@@ -24,8 +24,11 @@ def add_to(app: typer.Typer) -> None:
 
 def verify(
     session: Session,
-    what: Annotated[str | None, typer.Argument(help="A checkpoint's id or a file.", metavar="[ID|FILE]")] = None,
+    what: Annotated[
+        list[str] | None, typer.Argument(help="Ids of checkpoints, or files of any format.", metavar="ID|FILE")
+    ] = None,
     all_rows: Annotated[bool, typer.Option("--all", help="Every ACTIVE checkpoint, and the store's folders.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Look at every number of K and V: NaN or Inf fails.")] = False,
     max_age: Annotated[
         str | None, typer.Option(help="With --all: only what was not checked for so long, e.g. 7d.")
     ] = None,
@@ -36,31 +39,45 @@ def verify(
         bool, typer.Option("--repair", help="With --all: mark the bad STALE, register sound orphans again.")
     ] = False,
 ) -> None:
-    """Check a checkpoint, a file or everything, one line per check. Exit code 12: something failed.
+    """Check checkpoints, files or everything, one line per check. Exit code 12: something failed.
 
     --all begins with what was checked least recently and notes what passed; without --repair nothing else is changed.
     """
+    from llama_ckpt.errors import BadInput
+
+    if bool(what) == all_rows:
+        told = " ".join(what or ["nothing"])
+        raise BadInput(what="verify", value=told, reason="name checkpoints' ids or files, or say --all")
+    if what and (max_age or max_duration or repair):
+        told = " ".join(what)
+        raise BadInput(what="verify", value=told, reason="--max-age, --max-duration and --repair go with --all")
+    if what:
+        return _verify_named(session, what, deep)
+    return _verify_all(session, max_age, max_duration, repair, deep)
+
+
+def _verify_named(session: Session, names: list[str], deep: bool) -> None:
+    """Files and checkpoints, each of which has to be there before the first is read."""
     import re
 
-    from llama_ckpt.errors import BadInput, FileMissing
-    from llama_ckpt.verify import file_checks
+    from llama_ckpt.errors import FileMissing
+    from llama_ckpt.verify import Verifier, file_checks
 
-    if (what is None) != all_rows:
-        raise BadInput(what="verify", value=what or "nothing", reason="name a checkpoint's id or a file, or say --all")
-    if what is not None and (max_age or max_duration or repair):
-        raise BadInput(what="verify", value=what, reason="--max-age, --max-duration and --repair go with --all")
-    if what is None:
-        return _verify_all(session, max_age, max_duration, repair)
-    if _is_there(what):
-        with session.existing_registry() as registry:
-            return _report(session, [(what, file_checks(Path(what), registry.database if registry else None))])
-    if not re.fullmatch(r"[0-9a-fA-F]{4,32}", what) and any(c in what for c in "/\\."):
-        raise FileMissing(path=what)
-    from llama_ckpt.verify import Verifier
-
-    with session.registry() as registry:
-        row = registry.get(what)
-        return _report(session, [(row.id, Verifier(registry.database, registry.store).checkpoint(row))])
+    files = {name: Path(name) for name in names if _is_there(name)}
+    for name in names:
+        if name not in files and not re.fullmatch(r"[0-9a-fA-F]{4,32}", name) and any(c in name for c in "/\\."):
+            raise FileMissing(path=name)
+    with session.existing_registry() if len(files) == len(set(names)) else session.registry() as registry:
+        rows = {name: registry.get(name) for name in names if name not in files} if registry else {}
+        checked = []
+        for name in names:
+            if name in files:
+                checks = file_checks(files[name], registry.database if registry else None, deep=deep)
+                checked.append((name, checks))
+            elif registry:
+                verifier = Verifier(registry.database, registry.store, deep=deep)
+                checked.append((rows[name].id, verifier.checkpoint(rows[name])))
+        _report(session, checked)
 
 
 def _is_there(name: str) -> bool:
@@ -70,7 +87,7 @@ def _is_there(name: str) -> bool:
         return False
 
 
-def _verify_all(session: Session, max_age: str | None, max_duration: str | None, repair: bool) -> None:
+def _verify_all(session: Session, max_age: str | None, max_duration: str | None, repair: bool, deep: bool) -> None:
     from llama_ckpt.config import seconds
     from llama_ckpt.mending import Mender
     from llama_ckpt.verify import Verifier, findings_of
@@ -78,7 +95,7 @@ def _verify_all(session: Session, max_age: str | None, max_duration: str | None,
     older_than_s = seconds(max_age, "--max-age") if max_age else 0.0
     longest = seconds(max_duration, "--max-duration") if max_duration else None
     with session.registry() as registry:
-        verifier = Verifier(registry.database, registry.store)
+        verifier = Verifier(registry.database, registry.store, deep=deep)
         total = registry.stats().n_active
         checked: list[tuple[str, list[Check]]] = []
         bad: list[Finding] = []

@@ -8,7 +8,7 @@ import mmap
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llama_ckpt.errors import FileMissing, LlamaCkptError, StoreFull, StoreUnavailable, UnsafePath
@@ -90,6 +90,31 @@ def write_all(fd: int, data: memoryview) -> None:
         at = 0
         while at < len(view):
             at += os.write(fd, view[at : at + _CHUNK])
+
+
+def write_new(path: Path, parts: Sequence[memoryview], mode: int) -> None:
+    """Writes a new file of these parts, one after the other, and makes its bytes durable. If it fails there is none.
+
+    Raises:
+        StoreFull: no room.
+        StoreUnavailable: any other failure of the file system, or the file is there already.
+    """
+    size = sum(part.nbytes for part in parts)
+    with told(path, needed=size):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | BINARY, mode)
+        try:
+            for part in parts:
+                write_all(fd, part)
+            written = os.fstat(fd).st_size
+            if written != size:
+                raise OSError(errno.EIO, f"{written} of {size} bytes arrived")
+            os.fsync(fd)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+        finally:
+            os.close(fd)
 
 
 def put_in_place(temporary: Path, target: Path) -> None:

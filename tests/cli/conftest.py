@@ -281,6 +281,7 @@ def complete(populated):
         ("rm",): [populated.ids["one"]],
         ("inspect",): [str(populated.path("one"))],
         ("verify",): [populated.ids["one"]],
+        ("repair",): [str(populated.path("one"))],
         ("prune",): ["--max-age", "0s", "--yes"],
         ("unprune",): ["--since", "1h"],
         ("explain",): [populated.ids["one"]],

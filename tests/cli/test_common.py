@@ -65,6 +65,7 @@ def test_quiet_prints_bare_values_and_says_nothing_on_stderr(run, populated, com
         ("rm",): [ids["one"]],
         ("inspect",): ["whole: every check passed"],
         ("verify",): [],
+        ("repair",): [],
         ("prune",): [ids[name] for name in ("other", "one", "two")],  # the newest stays
         ("unprune",): [],
         ("explain",): ["keeps"],

@@ -29,7 +29,7 @@ from llama_ckpt.registry import DATABASE_FILE, Registry
 
 UNREACHABLE = "postgresql+psycopg://user:secret@127.0.0.1:1/x"
 # Commands that never open a database.
-OFFLINE = {("inspect",), ("config",), ("db", "sql"), ("schedule", "install"), ("schedule", "uninstall")}
+OFFLINE = {("inspect",), ("repair",), ("config",), ("db", "sql"), ("schedule", "install"), ("schedule", "uninstall")}
 DOCTOR = ("doctor",)  # it tells of a database that fails among all else: test_doctor.py
 
 

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import hashlib
 import shutil
+import struct
 
 import pytest
+from support import samples
+from support.sample_engine import SampleEngine
 
-from llama_ckpt.errors import BadInput, NotFound, UnsafePath, VerifyFailed
+from llama_ckpt.errors import BadInput, FileMissing, NotFound, UnsafePath, VerifyFailed
 from llama_ckpt.files import path_of
+from llama_ckpt.formats import kv_state
 from llama_ckpt.registry import Registry
+from llama_ckpt.values import StaleReason, Status
+
+WEIGHTS = b"GGUF, and the weights of the model 'sample'"
 
 GOOD = ["Header OK", "CRC32 OK", "Structure OK", "Dimensions match model", "Row OK"]
 
@@ -208,3 +216,142 @@ def test_a_name_that_no_file_can_have_is_refused(run, populated, given):
     ran = run("verify", given)
     assert ran.code in (BadInput.exit_code, 18)
     assert "internal error" not in ran.err
+
+
+# -- several, of any format, and in depth ---------------------------------------------------------------------------------
+
+
+def not_a_number(data: bytes, at: int) -> bytes:
+    made = bytearray(data)
+    struct.pack_into("<H", made, at, 0x7E00)
+    return bytes(made)
+
+
+def first_row_of(data: bytes, name: str = samples.F16) -> int:
+    """Where the first layer's K begins in an engine's file."""
+    return len(data) - len(samples.read(name)[1]) + kv_state.parse(memoryview(samples.read(name)[1])).k[0].offset
+
+
+@pytest.mark.parametrize("name", samples.all_names())
+@pytest.mark.parametrize("zeros", [0, 3])
+def test_a_file_of_an_engine_has_lines_of_its_own(run, tmp_path, name, zeros):
+    path = tmp_path / "state.bin"
+    path.write_bytes(bytes(zeros) + samples.data(name))
+    lines = run("verify", path, "--deep").succeeded().lines
+    version = name.split("-")[1][1:]
+    note = f": after {zeros} zero bytes before the magic" if zeros else ""
+    assert lines[:2] == [f"Magic OK{note}", f"Version OK: {version}"]
+    assert [line.split(":")[0] for line in lines[2:]] == ["Structure OK", "CRC32 not checked", "Values OK", "Tokens OK"]
+    assert "a changed number, or an end between two parts of the memory, cannot be seen" in lines[3]
+
+
+def test_a_damaged_file_of_an_engine_fails_at_its_structure(run, tmp_path):
+    path = tmp_path / "state.bin"
+    path.write_bytes(samples.data(samples.F16)[:-1])
+    ran = run("verify", path)
+    ran.failed(VerifyFailed, "1 of 1")
+    assert ran.lines[2].startswith("Structure FAILED: ")
+
+
+def test_cells_that_do_not_fit_the_tokens_fail(run, tmp_path):
+    data = bytearray(samples.data(samples.F16))
+    data[12 + 12 + 8] ^= 1  # the first cell's position
+    (tmp_path / "state.bin").write_bytes(data)
+    ran = run("verify", tmp_path / "state.bin")
+    ran.failed(VerifyFailed)
+    assert ran.lines[-1].startswith("Tokens FAILED: its positions are not 0 to 2")
+
+
+def test_an_unknown_version_is_held_to_the_layouts_that_are_known_and_said_to_be_unknown(run, tmp_path):
+    data = bytearray(samples.data(samples.F16))
+    data[4] = 9
+    (tmp_path / "state.bin").write_bytes(data)
+    assert "Version not checked: 9, which is not known here" in run("verify", tmp_path / "state.bin").succeeded().out
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (b"", "Magic FAILED: the file is empty"),
+        (b"GGUF" + bytes(99), "Magic FAILED: it is a GGUF model file"),
+        (b"LLAM\1\0\0\0" + bytes(99), "Structure FAILED: LLAM version 1 says neither"),
+        (b"MALL\0\0\0\2" + bytes(99), "Structure FAILED: Header: magic MALL"),
+    ],
+)
+def test_what_cannot_be_verified_fails(run, tmp_path, data, line):
+    (tmp_path / "file").write_bytes(data)
+    ran = run("verify", tmp_path / "file")
+    ran.failed(VerifyFailed)
+    assert any(told.startswith(line) for told in ran.lines), ran.out
+
+
+def test_a_bare_state_is_sound_and_says_nothing_of_tokens(run, tmp_path):
+    (tmp_path / "state").write_bytes(samples.read(samples.F16)[1])
+    lines = run("verify", tmp_path / "state", "--deep").succeeded().lines
+    assert [line.split(":")[0] for line in lines] == [
+        "Magic OK",
+        "Structure OK",
+        "CRC32 not checked",
+        "Values OK",
+        "Tokens not checked",
+    ]
+
+
+@pytest.mark.parametrize("name", [samples.F16, samples.CONTEXT_V10, "ours"])
+def test_deep_finds_a_number_that_is_none_and_names_its_place(run, tmp_path, name):
+    if name == "ours":
+        engine = SampleEngine()
+        engine.state = not_a_number(engine.state, kv_state.parse(memoryview(engine.state)).k[0].offset)
+        engine.evaluate(engine.ids)
+        with Registry.open(store=tmp_path / "a store") as registry:
+            path = registry.store.root / registry.save(engine, "x").checkpoint.file_path
+    else:
+        path, data = tmp_path / "state.bin", samples.data(name)
+        path.write_bytes(not_a_number(data, first_row_of(data)))
+    run("verify", path).succeeded()
+    ran = run("verify", path, "--deep")
+    ran.failed(VerifyFailed)
+    assert "Values FAILED: K of layer 0, cell 0, position 0 is no finite number" in ran.lines
+
+
+def test_deep_goes_with_an_id_and_reports_what_else_failed(run, populated):
+    deep = [*GOOD[:3], "Values OK", *GOOD[3:]]
+    assert run("verify", populated.ids["one"], "--deep").succeeded().lines == deep
+    damage(populated.path("one"))
+    assert "Values not checked: CRC32 failed" in run("verify", populated.ids["one"], "--deep").lines
+    assert "Values" not in run("verify", populated.ids["one"]).out
+
+
+def test_a_row_whose_numbers_are_none_goes_stale_as_other_damage_does(run, populated):
+    engine = SampleEngine(weights=hashlib.sha256(WEIGHTS).hexdigest())
+    engine.state = not_a_number(engine.state, kv_state.parse(memoryview(engine.state)).k[0].offset)
+    engine.evaluate(engine.ids)
+    with Registry.open(store=populated.root) as registry:
+        bad = registry.save(engine, "bad").checkpoint.id
+    run("verify", "--all").succeeded()
+    ran = run("verify", "--all", "--deep")
+    ran.failed(VerifyFailed, "1 of 5")
+    with Registry.open(store=populated.root) as registry:
+        assert registry.get(bad).status is Status.ACTIVE
+    assert "marked STALE" in run("verify", "--all", "--deep", "--repair").err
+    with Registry.open(store=populated.root) as registry:
+        row = registry.get(bad)
+        assert (row.status, row.stale_reason) == (Status.STALE, StaleReason.CORRUPT)
+    assert run("verify", "--all", "--deep").succeeded().lines[-1] == "4 of 4 checkpoints verified"
+
+
+def test_several_files_and_ids_are_checked_and_each_line_says_whose_it_is(run, populated, tmp_path):
+    good, bad = tmp_path / "good.bin", tmp_path / "bad.bin"
+    good.write_bytes(samples.data(samples.F16))
+    bad.write_bytes(samples.data(samples.F16)[:-1])
+    ran = run("verify", good, populated.ids["one"], bad)
+    ran.failed(VerifyFailed, "1 of 3")
+    assert f"{good}: Structure OK" in ran.out
+    assert f"{populated.ids['one']}: Row OK" in ran.lines
+    assert f"{bad}: Structure FAILED" in ran.out
+    assert run("verify", good, populated.ids["one"], bad, "-q").lines == [str(bad)]
+
+
+def test_nothing_is_checked_when_one_of_the_names_is_of_nothing(run, populated):
+    for missing, kind in (("no/such.llam", FileMissing), ("0" * 32, NotFound)):
+        run("verify", populated.ids["one"], missing).refused(kind, missing)

@@ -56,6 +56,8 @@ def one_input(data: bytes) -> None:
         raise AssertionError(f"an answer that contradicts itself: {found}")
     if peak > len(data) + LIMIT:
         raise AssertionError(f"{peak} bytes were allocated for {len(data)}")
+    formats.engine_verdicts(view, found)
+    mend(view)
     try:
         file = engine_files.read(view, "the file")
         state = engine_files.sequence_state(file)
@@ -64,6 +66,16 @@ def one_input(data: bytes) -> None:
             raise
         state = view
     operate(state)
+
+
+def mend(view: memoryview) -> None:
+    """What a repair makes of the bytes has to be a whole file."""
+    try:
+        plan = formats.plan_repair(view, "the file")
+    except CorruptFile:
+        return
+    if not formats.identify(memoryview(b"".join(plan.parts)), "the file").whole:
+        raise AssertionError(f"a repair that is not whole: {plan.faults}")
 
 
 def operate(state: memoryview) -> None:

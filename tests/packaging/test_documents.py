@@ -82,8 +82,9 @@ def test_every_step_of_a_save_is_in_the_crash_table():
     of_save = ("created", "head", "written", "staged", "renamed", "inserted", "committed")
     of_budget, of_unprune = ("room promised", "room made"), ("checked", "reactivated")
     of_purge = ("rows condemned", "files deleted", "rows deleted")
+    of_repair = ("written", "backed up", "replaced")
     of_gc = ("walked", "rows deleted", "file deleted")
-    for step in (*of_save, *of_budget, "leased", "marked", *of_unprune, *of_gc, *of_purge):
+    for step in (*of_save, *of_budget, "leased", "marked", *of_unprune, *of_gc, *of_purge, *of_repair):
         assert f"`{step}`" in table
 
 

@@ -45,6 +45,25 @@ def open_checkpoint(view: memoryview, name: str, passed: Callable[[str], None] =
     passed("Header")
     contents = container.read_contents(view, header, padding, name)
     passed("CRC32")
+    file = require_structure(contents, name)
+    passed("Structure")
+    return file
+
+
+def require_structure(contents: container.Contents, name: str) -> CheckpointFile:
+    """Holds a file's parts to one another: header, metadata, token ids and the payload, parsed to its last byte.
+
+    Raises:
+        CorruptFile: the first thing in which two of them disagree, with both values.
+    """
+    try:
+        return _agreeing(contents, name)
+    except RecursionError:  # what json could just read may be too deep to be written, or to be told
+        raise CorruptFile(path=name, check="Structure", reason="the metadata is nested too deep") from None
+
+
+def _agreeing(contents: container.Contents, name: str) -> CheckpointFile:
+    header = contents.header
     try:
         state = kv_state.parse(contents.payload)
         kv_state.require_plain_sequence(state, header.seq_len, header.start_token)
@@ -63,7 +82,6 @@ def open_checkpoint(view: memoryview, name: str, passed: Callable[[str], None] =
         raise CorruptFile(
             path=name, check="Structure", reason="the metadata's fields do not give the header's fingerprint"
         )
-    passed("Structure")
     return CheckpointFile(contents=contents, state=state, fingerprint=identity)
 
 

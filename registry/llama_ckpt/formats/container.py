@@ -97,8 +97,20 @@ def encode_head(
         payload_offset=align_up(HEADER_SIZE + len(meta) + len(ids)),
         payload_size=payload.nbytes,
     )
-    full = replace(full, header_crc32=crc32(_pack(replace(full, header_crc32=0))))
-    return (_pack(full) + meta + ids).ljust(full.payload_offset, b"\0"), full
+    full = sealed(full)
+    return (pack_header(full) + meta + ids).ljust(full.payload_offset, b"\0"), full
+
+
+def sealed(header: Header) -> Header:
+    """The header with the CRC of its own bytes."""
+    return replace(header, header_crc32=crc32(pack_header(replace(header, header_crc32=0))))
+
+
+def padding_of(view: memoryview) -> int | None:
+    """How many zero bytes, 0 to 8, stand before the magic; None where it does not follow."""
+    start = bytes(view[: MAX_PADDING + len(MAGIC)])
+    padding = len(start) - len(start.lstrip(b"\0"))
+    return padding if start[padding : padding + len(MAGIC)] == MAGIC else None
 
 
 def find_magic(view: memoryview, name: str) -> int:
@@ -110,11 +122,11 @@ def find_magic(view: memoryview, name: str) -> int:
     if len(view) < HEADER_SIZE:
         what = "the file is empty" if len(view) == 0 else f"{len(view)} bytes are fewer than a header's {HEADER_SIZE}"
         raise CorruptFile(path=name, check="Header", reason=what)
-    start = bytes(view[: MAX_PADDING + len(MAGIC)])
-    padding = len(start) - len(start.lstrip(b"\0"))
-    if padding <= MAX_PADDING and start[padding : padding + len(MAGIC)] == MAGIC:
-        return padding
-    raise CorruptFile(path=name, check="Header", reason=f"no LLAM magic: the file begins with {start.hex(' ')}")
+    padding = padding_of(view)
+    if padding is None:
+        start = bytes(view[: MAX_PADDING + len(MAGIC)]).hex(" ")
+        raise CorruptFile(path=name, check="Header", reason=f"no LLAM magic: the file begins with {start}")
+    return padding
 
 
 def unpack_header(view: memoryview, padding: int) -> Header:
@@ -221,7 +233,8 @@ def _metadata(view: memoryview, name: str) -> Mapping[str, Any]:
     return metadata  # type: ignore[no-any-return]
 
 
-def _pack(header: Header) -> bytes:
+def pack_header(header: Header) -> bytes:
+    """The 128 bytes of a header, with the CRCs that stand in it."""
     return _LAYOUT.pack(MAGIC, *(getattr(header, field.name) for field in fields(header)))
 
 

@@ -135,9 +135,8 @@ def _legacy(view: memoryview, name: str) -> Identified | None:
 
 
 def _checkpoint(view: memoryview, name: str) -> Identified | None:
-    start = bytes(view[: container.MAX_PADDING + 4])
-    padding = len(start) - len(start.lstrip(b"\0"))
-    if start[padding : padding + 4] != container.MAGIC:
+    padding = container.padding_of(view)
+    if padding is None:
         return None
     found = Identified(
         format="LLAM", what="a llama-ckpt checkpoint", n_bytes=len(view), byte_order="little", padding=padding

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llama_ckpt.formats import kv_state
-from llama_ckpt.formats.ggml_types import ALL_TYPES, FLOAT_EXPONENTS, SCALE_WORDS
+from llama_ckpt.formats.ggml_types import ALL_TYPES, FLOAT_EXPONENTS, SCALE_WORDS, type_name
 from llama_ckpt.formats.kv_layout import KvState, Rows
 
 _F16_EXPONENT = 0x7C00
@@ -45,6 +45,23 @@ def first_not_finite(data: memoryview, state: KvState) -> BadValue | None:
         if cell is not None:
             return BadValue(layer, part, cell)
     return None
+
+
+def types_not_looked_at(state: KvState) -> list[str]:
+    """Ggml's names of the types in a state of which no value is known to be none."""
+    numbers = {rows.ggml_type for _, _, rows, _ in _all_rows(state)}
+    return sorted(type_name(number) for number in numbers - FLOAT_EXPONENTS.keys() - SCALE_WORDS.keys())
+
+
+def told(state: KvState, bad: BadValue) -> str:
+    """A bad value for people: with the token's position, where one stream of cells holds all of its layer."""
+    first_layer = 0
+    for cache in state.caches:
+        n_layer = len(cache.streams[0].k) if cache.streams else 0
+        if bad.part in ("K", "V") and 0 <= bad.layer - first_layer < n_layer and len(cache.streams) == 1:
+            return f"{bad}, position {cache.streams[0].positions[bad.cell]}"
+        first_layer += n_layer
+    return str(bad)
 
 
 def _all_rows(state: KvState) -> Iterator[tuple[int, str, Rows, int]]:
