@@ -6,6 +6,7 @@ Cells are compared, not assumed: two evaluations of the same tokens can differ i
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 from llama_ckpt import finding
@@ -47,9 +48,12 @@ def base_of(
     stored, its cells are not the same, too few are, or the chain would be too long. A stored file that is found missing or
     damaged on the way goes STALE; any other trouble only means that nothing is shared.
     """
-    if parts.max_depth == 0:
+    at_least = max(parts.min_match_tokens, math.ceil(MIN_SHARE * len(token_ids)))
+    if parts.max_depth == 0 or len(token_ids) < at_least:
         return None
-    question = Question(of_input=tokens_hash(token_ids), token_ids=token_ids, fingerprint=engine.fingerprint)
+    question = Question(
+        of_input=tokens_hash(token_ids), token_ids=token_ids, fingerprint=engine.fingerprint, at_least=at_least
+    )
     found = finding.match(parts, question)
     row = found.checkpoint
     if found.outcome is not Outcome.HIT or row is None or (besides is not None and row.id == besides.id):
@@ -60,7 +64,7 @@ def base_of(
     except (Incompatible, Unsupported, StoreUnavailable, DatabaseUnavailable) as error:
         log.info("nothing is shared with checkpoint %s: %s", row.id, error)
         return None
-    if n_shared < max(parts.min_match_tokens, MIN_SHARE * len(token_ids)):
+    if n_shared < at_least:
         return None
     # The cell before the first own one lies in the parent's own file: what stands above it is not needed.
     below = [one for one in chain if one.start_token < n_shared]

@@ -37,7 +37,7 @@ Unreadable = CorruptFile | FileMissing | UnsafePath
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """What `Registry.match` was asked: an input hash, and where they are known the input or its token ids. The rest says which
-    models count, as there.
+    models count, as there. What begins with fewer than `at_least` tokens of the input need not be looked for.
     """
 
     of_input: bytes
@@ -47,6 +47,7 @@ class Question:
     fingerprint: Fingerprint | None = None
     model: str | None = None
     weights: bytes | None = None
+    at_least: int = 0
 
     def fits(self, model: RegisteredModel, model_name: str | None = None) -> bool:
         """Whether a model counts, which a row may call by another name."""
@@ -122,7 +123,7 @@ def _by_prefix(parts: Parts, question: Question, token_ids: TokenIds, digests: S
     heads: list[Head] = []
     trouble: StoreUnavailable | None = None
     for digest in digests[:MOST_MODELS]:
-        search = _Search(parts, digest, token_ids)
+        search = _Search(parts, digest, token_ids, question.at_least)
         heads += search.heads()
         trouble = trouble or search.trouble
     text_of = None if question.vocabulary is None else question.vocabulary.text_of
@@ -139,6 +140,7 @@ class _Search:
     parts: Parts
     digest: bytes
     token_ids: TokenIds
+    at_least: int
     trouble: StoreUnavailable | None = None
     _seen: set[int] = field(default_factory=set)
 
@@ -156,6 +158,8 @@ class _Search:
         heads: list[Head] = []
         spare: list[Checkpoint] = []
         best = 0
+        if most < self.at_least:
+            return []
         for depth in range(deepest, -1, -1):
             before = chain[depth - 1] if depth else self.digest
             for row, is_prefix in self._candidates(before, depth * size):
@@ -166,7 +170,7 @@ class _Search:
                     best = max(best, self._usable(head))
                     if best == most:
                         return heads
-            if best or len(self._seen) >= MOST_HEADS:
+            if best or len(self._seen) >= MOST_HEADS or depth * size <= self.at_least:
                 break
         return heads or [head for row in spare[:1] if (head := self._head(row)) is not None]
 

@@ -241,7 +241,8 @@ def _with_padding(name: str, padding: int) -> Check:
 
 def _is_its_rows_and_whole(checks: list[Check]) -> bool:
     """Whether a row may be noted as checked. The dimensions are the model's matter."""
-    return checks[-1].name == "Row" and all_ok([check for check in checks if check.name != "Dimensions"])
+    rows_own = any(check.name == "Row" for check in checks)
+    return rows_own and all_ok([check for check in checks if check.name != "Dimensions"])
 
 
 def _failed(passed: list[str], error: CorruptFile, deep: bool) -> list[Check]:

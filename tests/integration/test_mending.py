@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import sqlalchemy as sa
+from support.sample_engine import TokenEngine
 from support.whole import checkpoint_bytes
 
 from llama_ckpt.collector import Collector
@@ -20,7 +21,7 @@ from llama_ckpt.gc_values import FindingKind
 from llama_ckpt.mending import Mender
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention import Policy
-from llama_ckpt.values import NewCheckpoint, Outcome, SaveOutcome, StaleReason, Status
+from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
 from llama_ckpt.verify import Verifier
 
 
@@ -177,22 +178,15 @@ def test_an_expired_checkpoint_comes_back_without_its_expiry(registry, engine, m
     assert registry.restore(engine, "one").outcome is Outcome.HIT
 
 
-@pytest.fixture
-def delta(registry, engine, saved):
-    """A row of a delta of `saved`, with a whole file under its name."""
-    file = registry.save(engine, "taken for a delta").checkpoint
-    with registry.database.write() as db:
-        db.execute(sa.delete(meta).where(meta.c.id == file.id))
-        new = NewCheckpoint(
-            **{name: getattr(file, name) for name in NewCheckpoint.__dataclass_fields__ if hasattr(file, name)}
-            | {"start_token": 1, "parent_no": saved.ckpt_no, "expires_in_s": None}
-        )
-        return queries.insert_checkpoint(db, new)
-
-
-def test_a_delta_comes_back_after_what_it_needs_and_not_without_it(registry, saved, delta, mender):
-    mark(registry, registry.get(saved.id), StaleReason.EVICTED)
-    parent, child = registry.get(saved.id), registry.get(delta.id)
+def test_a_delta_comes_back_after_what_it_needs_and_not_without_it(registry, mender):
+    engine, story = TokenEngine(), list(range(100, 140))
+    saved = []
+    for ids in (story, [*story, 7]):
+        engine.evaluate(ids)
+        saved.append(registry.save(engine, ids).checkpoint)
+    assert saved[1].parent_no == saved[0].ckpt_no
+    mark(registry, saved[0], StaleReason.EVICTED)
+    parent, child = (registry.get(row.id) for row in saved)
     assert child.status is Status.STALE
     assert results(mender.unprune([child])) == [
         "it was collected meanwhile, or the checkpoint that it is a delta of is not ACTIVE"

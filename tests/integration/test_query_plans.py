@@ -24,7 +24,7 @@ from llama_ckpt.values import StaleReason
 
 LARGE = ("llama_checkpoint_meta", "checkpoint_prefix")
 # Walks of a table, and of all entries of one status.
-WALK = re.compile(rf"SCAN ({'|'.join(LARGE)})|SEARCH ({'|'.join(LARGE)}) .*\((status|fingerprint)=\?\)")
+WALK = re.compile(rf"SCAN ({'|'.join(LARGE)})|SEARCH ({'|'.join(LARGE)}) .*\(status=\?\)")
 
 
 class Statements:

@@ -24,8 +24,8 @@ def path_of(registry, row):
 
 
 def beginning(engine, n):
-    """The engine with only the first tokens."""
-    engine.evaluate(engine.ids[:n])
+    """The engine with only the first tokens of "one"."""
+    engine.evaluate(engine.token_ids("one")[:n])
     return engine
 
 
@@ -99,7 +99,7 @@ def test_a_merge_counts_as_a_use_and_takes_an_id_or_its_beginning(registry, engi
     for named in (saved, saved.id, saved.id[:8]):
         merged = registry.merge(beginning(engine, 2), named)
         assert (merged.n_merged, merged.n_held, merged.checkpoint.id) == (1, 3, saved.id)
-        assert engine.held.tolist() == engine.ids.tolist()
+        assert engine.held.tolist() == engine.token_ids("one").tolist()
     row = registry.get(saved.id)
     assert (row.hit_count, row.lease_until_us) == (3, None)
     assert counters["merged"] == 3
@@ -194,4 +194,4 @@ def test_a_capture_that_fails_for_chosen_layers_is_told_and_costs_no_row(registr
     back = registry.restore(engine, "one", layers=[0])
     assert (back.outcome, str(back.error)) == (Outcome.FAILED, "the engine failed: it gave 0 of 7 bytes of state")
     assert registry.get(saved.id).status is Status.ACTIVE
-    assert np.array_equal(engine.held, engine.ids)
+    assert np.array_equal(engine.held, engine.token_ids("one"))

@@ -1,9 +1,11 @@
 """An engine that holds real recorded states, for tests of everything around an engine. Tests of the engine use the real one.
 
-Every text has the sample's tokens, or `n_tokens` of them: what tells inputs apart is their SHA-256.
+Every text has as many tokens as the sample, or `n_tokens`, and the first one is its own.
 """
 
 from __future__ import annotations
+
+import zlib
 
 import numpy as np
 from support import samples
@@ -50,7 +52,11 @@ class SampleEngine:
     def token_ids(self, text):
         if not text:
             raise BadInput(what="input text", value=text, reason="no token")
-        return self.ids
+        ids = self.ids.copy()
+        ids[0] = zlib.crc32(text.encode(errors="replace")) >> 1  # so that no text begins like another
+        if np.array_equal(self.held[1:], ids[1:]):
+            self.held = ids  # a state of so many tokens is every text's
+        return ids
 
     def text_of(self, token_ids):
         return " ".join(map(str, token_ids))
@@ -60,7 +66,7 @@ class SampleEngine:
 
     def capture(self):
         n, whole = len(self.held), memoryview(bytearray(self.state)).toreadonly()
-        return kv_edit.cut(whole, n) if 0 < n < len(self.ids) and (self.held == self.ids[:n]).all() else whole
+        return kv_edit.cut(whole, n) if 0 < n < len(self.ids) else whole
 
     def load(self, state, token_ids):
         self.n_loads += 1

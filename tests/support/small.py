@@ -51,7 +51,7 @@ def checkpoint(sample: str = samples.SWA_SHORT, *, of_ids: bool = False) -> byte
         created_ns=1_700_000_000_123_456_789,
     )
     metadata = {
-        "dialect": engine.dialect,
+        "dialect": str(engine.layout),
         "engine": engine.engine_name,
         "fingerprint": dict(engine.fingerprint.fields),
         "memory_kind": "full",

@@ -267,6 +267,7 @@ def row_of(file: formats.CheckpointFile, **changes) -> Checkpoint:
         "input_hash": header.input_hash,
         "tokens_hash": tokens_hash(file.contents.token_ids),
         "n_tokens": header.seq_len,
+        "start_token": header.start_token,
         "payload_crc32": header.payload_crc32,
     }
     return Checkpoint(**{**fields, **changes})
