@@ -18,6 +18,7 @@ from llama_ckpt_cli import (
     checkpoints,
     demo,
     diagnosis,
+    exchange,
     inspection,
     maintenance,
     pruning,
@@ -50,7 +51,18 @@ def _options(
     """Registry and garbage collector for llama.cpp KV-cache checkpoints."""
 
 
-COMMANDS = (demo, checkpoints, inspection, verification, diagnosis, pruning, maintenance, schedules, administration)
+COMMANDS = (
+    demo,
+    checkpoints,
+    exchange,
+    inspection,
+    verification,
+    diagnosis,
+    pruning,
+    maintenance,
+    schedules,
+    administration,
+)
 for module in COMMANDS:
     module.add_to(app)
 

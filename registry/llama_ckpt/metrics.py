@@ -24,8 +24,8 @@ class NullSink:
 class Counters:
     """Keeps counts in memory, for tests and for whoever publishes them.
 
-    The registry counts `saved`, `deduplicated`, `refused`, `hit`, `no_match`, `failed`, `padding_detected`, `marked_stale` and
-    `evicted`.
+    The registry counts `saved`, `deduplicated`, `refused`, `hit`, `no_match`, `failed`, `padding_detected`, `marked_stale`,
+    `evicted` and `adopted`.
     """
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llama_ckpt import admission
@@ -84,7 +85,7 @@ def save(
     """As `Registry.save`. `instead_of` is a row that a restore found of no use to this engine: it is superseded."""
     started = time.perf_counter()
     of_input = input_hash(given)
-    row, old, size = _usable(parts, engine.fingerprint.digest, of_input), None, 0
+    row, old, size = usable(parts, engine.fingerprint.digest, of_input), None, 0
     granted = Admission()
     if row is not None and not _stands_for(row, engine, given, instead_of):
         row, old = None, row
@@ -92,12 +93,12 @@ def save(
         token_ids = token_ids_of(engine, given)
         _require_held(engine, token_ids)
         new, head, payload = _encode(engine, of_input, token_ids, options)
-        _claim_store(parts)
+        claim_store(parts)
         granted = admission.admit(parts, new)
         if granted.refused is None:
             try:
                 size = parts.store.write(new.id, head, payload)
-                row = _register(parts, engine, new, old)
+                row = register(parts, model_of(engine), new, old)
             finally:
                 admission.release(parts, granted)
             size = size if row.id == new.id else 0
@@ -132,8 +133,12 @@ def _stands_for(row: Checkpoint, engine: Engine, given: Input, instead_of: Check
     return row.tokens_hash == tokens_hash(token_ids_of(engine, given))
 
 
-def _claim_store(parts: Parts) -> None:
-    """The first save marks the store. Later on an unmarked store is a wrong or unmounted one: nothing is written there."""
+def claim_store(parts: Parts) -> None:
+    """The first save marks the store. Later on an unmarked store is a wrong or unmounted one: nothing is written there.
+
+    Raises:
+        StoreUnavailable: it bears no marker though rows name files in it, or another registry's.
+    """
     if parts.store.owner() is None and parts.database.query(queries.count_rows) == 0:
         parts.store.claim(parts.registry_id)
     parts.require_store()
@@ -148,8 +153,12 @@ def _require_held(engine: Engine, token_ids: TokenIds) -> None:
         raise EngineStateMismatch(reason=f"they differ from token {int(differ[0])} on")
 
 
-def _usable(parts: Parts, digest: bytes, of_input: bytes) -> Checkpoint | None:
-    """The ACTIVE row of this input if its file is there in full; a row that fails this is made STALE."""
+def usable(parts: Parts, digest: bytes, of_input: bytes) -> Checkpoint | None:
+    """The ACTIVE row of this input if its file is there in full; a row that fails this is made STALE.
+
+    Raises:
+        StoreUnavailable, DatabaseUnavailable: they cannot say.
+    """
     row = parts.database.query(lambda db: queries.find_active(db, digest, of_input))
     if row is None:
         return None
@@ -177,6 +186,24 @@ def _encode(
             what=f"saving {engine.memory_kind} memory", reason="this version saves full attention caches only"
         )
     payload = engine.capture()
+    new, head = encode(engine, of_input, token_ids, payload, {"engine": engine.engine_name}, options)
+    return new, head, payload
+
+
+def encode(
+    engine: Engine,
+    of_input: bytes,
+    token_ids: TokenIds,
+    payload: memoryview,
+    written_by: Mapping[str, str],
+    options: SaveOptions,
+) -> tuple[NewCheckpoint, bytes]:
+    """The row of a state that belongs to an engine's model, and the bytes of its file before the payload. `written_by` is
+    metadata that tells who computed the state.
+
+    Raises:
+        Unsupported: the state is not of full attention with one cell for each token.
+    """
     state = kv_state.parse(payload)
     kv_state.require_plain_sequence(state, len(token_ids))
     model_name = clean_name(engine.model_name)
@@ -193,47 +220,68 @@ def _encode(
     )
     metadata = {
         "dialect": state.dialect,
-        "engine": engine.engine_name,
         "fingerprint": dict(engine.fingerprint.fields),
         "memory_kind": engine.memory_kind.value,
         "model_name": model_name,
+        **written_by,
     }
     head, full = container.encode_head(header, metadata, token_ids, payload)
-    checkpoint_id = uuid.uuid4().hex
-    new = NewCheckpoint(
+    return row_of(full, uuid.uuid4().hex, model_name, engine.memory_kind, token_ids, options), head
+
+
+def row_of(
+    header: container.Header,
+    checkpoint_id: str,
+    model_name: str,
+    memory_kind: MemoryKind,
+    token_ids: TokenIds,
+    options: SaveOptions,
+) -> NewCheckpoint:
+    """The row of a file with this header that is kept under an id."""
+    return NewCheckpoint(
         id=checkpoint_id,
         model_name=model_name,
-        fingerprint=full.fingerprint,
-        input_hash=of_input,
+        fingerprint=header.fingerprint,
+        input_hash=header.input_hash,
         tokens_hash=tokens_hash(token_ids),
-        n_tokens=full.seq_len,
-        memory_kind=engine.memory_kind,
+        n_tokens=header.seq_len,
+        memory_kind=memory_kind,
         file_path=path_of(checkpoint_id),
-        file_size=full.payload_offset + full.payload_size,
-        payload_crc32=full.payload_crc32,
+        file_size=header.payload_offset + header.payload_size,
+        payload_crc32=header.payload_crc32,
         prefill_ms=options.prefill_ms,
         expires_in_s=options.expires_in_s,
         label=options.label,
     )
-    return new, head, payload
+
+
+def model_of(engine: Engine) -> RegisteredModel:
+    """An engine's model as a row."""
+    return RegisteredModel(
+        fingerprint=engine.fingerprint, model_name=clean_name(engine.model_name), dimensions=engine.dimensions
+    )
 
 
 class _CommitUnanswered(Exception):  # noqa: N818 - never leaves this module
     """The connection was lost while the commit was under way: the row may be there, or may yet come."""
 
 
-def _register(parts: Parts, engine: Engine, new: NewCheckpoint, old: Checkpoint | None) -> Checkpoint:
-    """Adds the row, or gives the row of whoever was first. If it fails, the file is removed: except after a commit without an
-    answer, since a row without a file is worse than a file without a row.
+def register(parts: Parts, model: RegisteredModel, new: NewCheckpoint, old: Checkpoint | None = None) -> Checkpoint:
+    """Adds the row of a file that is in its place, instead of the row `old`; or gives the row of whoever was first. If it
+    fails, the file is removed: except after a commit without an answer, since a row without a file is worse than a file
+    without a row.
+
+    Raises:
+        DatabaseUnavailable, StoreUnavailable: the row cannot be written; or the file was collected meanwhile.
+        Conflict: others were first again and again, with files that were of no use.
     """
-    model = RegisteredModel(fingerprint=engine.fingerprint, model_name=new.model_name, dimensions=engine.dimensions)
     try:
         for _ in range(_MAX_TRIES):
             try:
                 return _insert(parts, model, new, old)
             except Conflict as error:
                 conflict = error
-                theirs = _usable(parts, new.fingerprint, new.input_hash)
+                theirs = usable(parts, new.fingerprint, new.input_hash)
                 if theirs is not None and (old is None or theirs.id != old.id):
                     _discard(parts, new)
                     return theirs
