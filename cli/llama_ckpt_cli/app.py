@@ -18,6 +18,7 @@ from llama_ckpt_cli import (
     checkpoints,
     demo,
     diagnosis,
+    exchange,
     inspection,
     maintenance,
     pruning,
@@ -52,7 +53,7 @@ def _options(
 
 
 COMMANDS = (
-    *(demo, checkpoints, inspection, verification, repairs, diagnosis),
+    *(demo, checkpoints, exchange, inspection, verification, repairs, diagnosis),
     *(pruning, maintenance, schedules, administration),
 )
 for module in COMMANDS:

@@ -25,6 +25,7 @@ Gguf = Annotated[Path, typer.Option("--model", "-m", help="The model, a GGUF fil
 ContextSize = Annotated[int, typer.Option("--n-ctx", min=1, help="Cells of the context; must hold the whole input.")]
 FlashAttention = Annotated[bool, typer.Option("--flash-attn", help="Use flash attention (V is not transposed).")]
 KvType = Annotated[str, typer.Option("--kv-type", help="Type of K and V: f16, f32, bf16, q8_0, q4_0, …")]
+_GGUF_HEAD = 1 << 24  # the architecture stands before the vocabulary
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads to evaluate with.")]
 
 
@@ -173,10 +174,35 @@ def weights_of(model: str, out: Output) -> bytes | None:
         )
 
 
+def architecture_of(model: Path) -> str:
+    """The architecture's name in a GGUF. Needs no llama-cpp-python.
+
+    Raises:
+        BadInput: the file cannot be read.
+        CorruptFile: it is no GGUF.
+    """
+    from llama_ckpt.errors import BadInput
+    from llama_ckpt.formats import gguf
+
+    try:
+        with model.open("rb") as file:
+            head = file.read(_GGUF_HEAD)
+    except OSError as error:
+        raise BadInput(what="model file", value=str(model), reason=error.strerror or str(error)) from error
+    return gguf.architecture(memoryview(head), str(model))
+
+
 def load_engine(
-    out: Output, model: Path, *, n_ctx: int, flash_attn: bool, kv_type: str, threads: int | None
+    out: Output,
+    model: Path,
+    *,
+    n_ctx: int,
+    flash_attn: bool,
+    kv_type: str,
+    type_v: str | None = None,
+    threads: int | None = None,
 ) -> LlamaCppEngine:
-    """The model as an engine.
+    """The model as an engine; `type_v` where V is of another type than K.
 
     Raises:
         EngineMissing: llama-cpp-python is not installed.
@@ -187,15 +213,17 @@ def load_engine(
     from llama_ckpt.formats.kv_state import GGML_TYPES
 
     types = {name: number for number, (name, _, _) in GGML_TYPES.items()}
-    if kv_type not in types:
-        raise BadInput(what="KV type", value=kv_type, reason=f"known are {', '.join(types)}")
-    if kv_type not in ("f16", "f32", "bf16") and not flash_attn:
-        raise BadInput(what="KV type", value=kv_type, reason="a quantised V needs --flash-attn")
+    of_v = type_v or kv_type
+    for one in (kv_type, of_v):
+        if one not in types:
+            raise BadInput(what="KV type", value=one, reason=f"known are {', '.join(types)}")
+    if of_v not in ("f16", "f32", "bf16") and not flash_attn:
+        raise BadInput(what="KV type", value=of_v, reason="a quantised V needs --flash-attn")
     options: dict[str, Any] = {
         "n_ctx": n_ctx,
         "flash_attn": flash_attn,
         "type_k": types[kv_type],
-        "type_v": types[kv_type],
+        "type_v": types[of_v],
     }
     if threads is not None:
         options |= {"n_threads": threads, "n_threads_batch": threads}

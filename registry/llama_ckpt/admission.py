@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from llama_ckpt import retention
 from llama_ckpt.db import collecting, coordination, queries
-from llama_ckpt.errors import Conflict, DatabaseUnavailable, StoreUnavailable, UnsafePath
+from llama_ckpt.errors import Conflict, DatabaseUnavailable, StoreFull, StoreUnavailable, UnsafePath
 from llama_ckpt.gc_values import Candidate, Disk, SeenRow
 from llama_ckpt.parts import Parts
 from llama_ckpt.values import NewCheckpoint, StaleReason
@@ -72,6 +73,23 @@ def release(parts: Parts, granted: Admission) -> None:
                 coordination.drop_claim(db, granted.claim, _HOLDER)
         except DatabaseUnavailable as error:
             log.warning("the room that a save had reserved is free again in %.0f s: %s", _CLAIM_S, error)
+
+
+@contextmanager
+def admitted(parts: Parts, new: NewCheckpoint) -> Iterator[None]:
+    """Room for a file while it is written and registered; given back at the end of the block.
+
+    Raises:
+        StoreFull: the limits leave none, with the reason.
+        DatabaseUnavailable, StoreUnavailable: as `admit`.
+    """
+    granted = admit(parts, new)
+    if granted.refused is not None:
+        raise StoreFull(needed=new.file_size, path=parts.store.root, reason=granted.refused)
+    try:
+        yield
+    finally:
+        release(parts, granted)
 
 
 def _limits(parts: Parts) -> list[str]:

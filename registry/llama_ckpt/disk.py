@@ -8,12 +8,15 @@ import mmap
 import os
 import stat
 import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llama_ckpt.errors import FileMissing, LlamaCkptError, StoreFull, StoreUnavailable, UnsafePath
+from llama_ckpt.errors import BadInput, FileMissing, LlamaCkptError, StoreFull, StoreUnavailable, UnsafePath
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Of copy_file_range: another file system on an older kernel, one that cannot, a system without it, a sandbox.
+_NO_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 _CHUNK = 1 << 26
 
 
@@ -115,6 +118,96 @@ def write_new(path: Path, parts: Sequence[memoryview], mode: int) -> None:
             raise
         finally:
             os.close(fd)
+
+
+def copy_rest(source: int, target: int, data: memoryview) -> None:
+    """Copies the last `len(data)` bytes of an open file; `data` is the same bytes, mapped. Where the system can, they never pass
+    through this process, and file systems that share blocks (Btrfs, XFS) share them.
+    """
+    start, at = os.fstat(source).st_size - len(data), 0
+    while hasattr(os, "copy_file_range") and at < len(data):
+        try:
+            copied = os.copy_file_range(source, target, len(data) - at, start + at)
+        except OSError as error:
+            if error.errno not in _NO_COPY:
+                raise
+            break
+        if copied == 0:  # the source became shorter
+            break
+        at += copied
+    write_all(target, data[at:])
+
+
+def link_file(source: Path, target: Path) -> int:
+    """Gives a file a second name, makes its bytes durable and its mode 0600, and gives its size in bytes.
+
+    Raises:
+        BadInput: the names would be on two file systems, or on one without hard links.
+        OSError: the system refuses otherwise, as for another user's file; there is no second name then.
+    """
+    fd = os.open(source, os.O_RDONLY | NOFOLLOW | BINARY | NONBLOCK)
+    try:
+        os.link(source, target, follow_symlinks=os.link not in os.supports_follow_symlinks)
+        try:
+            if os.name != "nt":  # Windows has no such modes, and syncs no file that is open for reading
+                os.fchmod(fd, 0o600)
+                os.fsync(fd)
+            return os.fstat(fd).st_size
+        except OSError:
+            target.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        if error.errno in (errno.EXDEV, errno.EOPNOTSUPP, errno.EMLINK):
+            reason = f"it cannot be linked into the store ({error.strerror}); adopt it without --link"
+            raise BadInput(what="file", value=str(source), reason=reason) from error
+        raise
+    finally:
+        os.close(fd)
+
+
+def write_file(path: Path, pieces: Sequence[bytes | memoryview], *, replace: bool) -> int:
+    """Writes a file of one's own, anywhere, and gives its size in bytes: beside it first, fsync, then under its name, mode 0600.
+
+    Interrupted, there is at most a temporary beside it; a file that is there already stays whole until the new one is.
+
+    Raises:
+        BadInput: there is such a file and `replace` is not set, or the folder is not there.
+        StoreFull, StoreUnavailable: it cannot be written; nothing is left of it.
+    """
+    if not path.parent.is_dir():
+        raise BadInput(what="output file", value=str(path), reason="its folder is not there")
+    if not replace and os.path.lexists(path):
+        raise BadInput(what="output file", value=str(path), reason=_EXISTS)
+    size = sum(memoryview(piece).nbytes for piece in pieces)
+    temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
+    with told(path, needed=size):
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | BINARY, 0o600)
+            try:
+                for piece in pieces:
+                    write_all(fd, memoryview(piece))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            if replace:
+                os.replace(temporary, path)
+            else:
+                _name_once(temporary, path)
+            fsync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return size
+
+
+_EXISTS = "it is there already; --force replaces it"
+
+
+def _name_once(temporary: Path, path: Path) -> None:
+    """Gives a file its name; whoever made one of that name meanwhile keeps it."""
+    try:
+        put_in_place(temporary, path)
+    except FileExistsError as error:
+        raise BadInput(what="output file", value=str(path), reason=_EXISTS) from error
 
 
 def put_in_place(temporary: Path, target: Path) -> None:

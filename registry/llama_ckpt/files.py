@@ -22,7 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_ckpt import owners
-from llama_ckpt.disk import BINARY, NOFOLLOW, fsync_folder, map_file, put_in_place, read_start, told, write_all
+from llama_ckpt.disk import (
+    BINARY,
+    NOFOLLOW,
+    NONBLOCK,
+    copy_rest,
+    fsync_folder,
+    link_file,
+    map_file,
+    put_in_place,
+    read_start,
+    told,
+    write_all,
+)
 from llama_ckpt.errors import FileMissing, StoreFull, StoreUnavailable, UnsafePath
 
 MARKER = "llama-ckpt-store.json"
@@ -155,6 +167,46 @@ class Store:
             StoreUnavailable: any other failure of the file system.
         """
         size = len(head) + payload.nbytes
+
+        def fill(fd: int) -> None:
+            write_all(fd, memoryview(head))
+            self._hook("head")
+            write_all(fd, payload)
+
+        return self._put(checkpoint_id, size, fill)
+
+    def copy_in(self, checkpoint_id: str, source: Path, content: memoryview) -> int:
+        """Takes a checkpoint file from elsewhere, as `write` does, and gives its size in bytes. `content` is that file's bytes,
+        mapped, without the padding before them.
+
+        Raises:
+            StoreFull, StoreUnavailable: as `write`; or the source cannot be read.
+        """
+        with told(source):
+            of_source = os.open(source, os.O_RDONLY | NOFOLLOW | BINARY | NONBLOCK)
+        try:
+            return self._put(checkpoint_id, content.nbytes, lambda fd: copy_rest(of_source, fd, content))
+        finally:
+            os.close(of_source)
+
+    def link_in(self, checkpoint_id: str, source: Path) -> int:
+        """Gives a checkpoint file from elsewhere a name in the store, by a hard link, and its size in bytes. The bytes are shared
+        from then on, with their mode, which becomes 0600: who changes the one changes the other.
+
+        Raises:
+            BadInput: it lies on another file system, or one without hard links.
+            StoreUnavailable: the system refuses otherwise, as for another user's file.
+        """
+        target = Path(self._locate(path_of(checkpoint_id)))
+        with told(target):
+            self._make_shards(target.parent)
+            size = link_file(source, target)
+            self._hook("renamed")
+            fsync_folder(target.parent)
+        return size
+
+    def _put(self, checkpoint_id: str, size: int, fill: Callable[[int], None]) -> int:
+        """A file of `size` bytes that `fill` writes: staged, length checked, fsync, rename, folder fsync."""
         target = Path(self._locate(path_of(checkpoint_id)))
         temporary = target.with_suffix(f".{owners.my_tag()}{TEMPORARY_SUFFIX}")
         free = self.free_bytes()
@@ -163,7 +215,7 @@ class Store:
         with told(target, needed=size):
             self._make_shards(target.parent)
             try:
-                self._stage(temporary, head, payload, size)
+                self._stage(temporary, fill, size)
                 self._hook("staged")
                 os.rename(temporary, target)
             except Exception:
@@ -179,13 +231,11 @@ class Store:
                 raise
         return size
 
-    def _stage(self, temporary: Path, head: bytes, payload: memoryview, size: int) -> None:
+    def _stage(self, temporary: Path, fill: Callable[[int], None], size: int) -> None:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | BINARY, 0o600)
         try:
             self._hook("created")
-            write_all(fd, memoryview(head))
-            self._hook("head")
-            write_all(fd, payload)
+            fill(fd)
             self._hook("written")
             written = os.fstat(fd).st_size
             if written != size:

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from llama_ckpt import admission, formats
 from llama_ckpt.db import prefixes, queries
-from llama_ckpt.errors import Conflict, LlamaCkptError, StoreFull, StoreUnavailable, UnsafePath
-from llama_ckpt.files import path_of
+from llama_ckpt.errors import Conflict, LlamaCkptError, StoreUnavailable, UnsafePath
 from llama_ckpt.fingerprint import TokenIds, links_of
 from llama_ckpt.formats import container
 from llama_ckpt.parts import Parts
 from llama_ckpt.payloads import Cells, Reading, stored_cells
+from llama_ckpt.registering import SaveOptions, row_of
 from llama_ckpt.values import Checkpoint, NewCheckpoint
 
 log = logging.getLogger("llama_ckpt")
@@ -26,19 +26,17 @@ def flatten(parts: Parts, row: Checkpoint) -> None:
     """
     parts.require_store()
     with stored_cells(parts, row, Reading(row)) as (cells, file):
-        new, head = _whole(row, cells, file)
-        granted = admission.admit(parts, new)
-        if granted.refused is not None:
-            raise StoreFull(needed=new.file_size, path=parts.store.root, reason=granted.refused)
-        try:
-            parts.store.write(new.id, head, cells.state)
-            _name(parts, row, new, cells.token_ids)
-        except LlamaCkptError:
-            with contextlib.suppress(StoreUnavailable):
-                parts.store.remove(new.file_path)
-            raise
-        finally:
-            admission.release(parts, granted)
+        head, header = whole_file(row, cells, file)
+        options = SaveOptions(label=row.label, prefill_ms=row.prefill_ms)
+        new = row_of(header, uuid.uuid4().hex, row.model_name, row.memory_kind, cells.token_ids, options)
+        with admission.admitted(parts, new):
+            try:
+                parts.store.write(new.id, head, cells.state)
+                _name(parts, row, new, cells.token_ids)
+            except LlamaCkptError:
+                with contextlib.suppress(StoreUnavailable):
+                    parts.store.remove(new.file_path)
+                raise
     parts.hook("flattened")
     try:
         parts.store.remove(row.file_path)  # nothing, for a row that had no file
@@ -46,8 +44,10 @@ def flatten(parts: Parts, row: Checkpoint) -> None:
         log.warning("a file that no row names is left for gc to collect: %s", error)
 
 
-def _whole(row: Checkpoint, cells: Cells, file: formats.CheckpointFile) -> tuple[NewCheckpoint, bytes]:
-    """What the row is to be, and the bytes of its file before the payload."""
+def whole_file(row: Checkpoint, cells: Cells, file: formats.CheckpointFile) -> tuple[bytes, container.Header]:
+    """The bytes before the payload of a file that has all cells of a checkpoint, and its header. `file` is the last of those that
+    have them now.
+    """
     header = replace(
         file.contents.header,
         flags=file.contents.header.flags & ~container.FLAG_DELTA,
@@ -56,24 +56,7 @@ def _whole(row: Checkpoint, cells: Cells, file: formats.CheckpointFile) -> tuple
         input_hash=row.input_hash,
     )
     metadata = {key: value for key, value in file.contents.metadata.items() if key != "parent"}
-    head, full = container.encode_head(header, metadata, cells.token_ids, cells.state)
-    file_id = uuid.uuid4().hex
-    new = NewCheckpoint(
-        id=file_id,
-        model_name=row.model_name,
-        fingerprint=row.fingerprint,
-        input_hash=row.input_hash,
-        tokens_hash=row.tokens_hash,
-        n_tokens=row.n_tokens,
-        memory_kind=row.memory_kind,
-        file_path=path_of(file_id),
-        file_size=full.payload_offset + full.payload_size,
-        payload_crc32=full.payload_crc32,
-        prefill_ms=row.prefill_ms,
-        expires_in_s=None,
-        label=row.label,
-    )
-    return new, head
+    return container.encode_head(header, metadata, cells.token_ids, cells.state)
 
 
 def _name(parts: Parts, row: Checkpoint, new: NewCheckpoint, token_ids: TokenIds) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from llama_ckpt import formats
-from llama_ckpt.db import collecting, prefixes, queries
+from llama_ckpt import adopting
+from llama_ckpt.db import prefixes, queries
 from llama_ckpt.errors import Conflict, CorruptFile, FileMissing, StoreUnavailable, UnsafePath
 from llama_ckpt.finding import token_ids_of
-from llama_ckpt.fingerprint import links_of, tokens_hash
+from llama_ckpt.fingerprint import links_of
 from llama_ckpt.gc_values import Finding, FindingKind
 from llama_ckpt.parts import Parts
-from llama_ckpt.saving import clean_name
-from llama_ckpt.values import Checkpoint, MemoryKind, NewCheckpoint, RegisteredModel, StaleReason, Status
+from llama_ckpt.registering import register_orphan
+from llama_ckpt.values import Checkpoint, StaleReason, Status
 from llama_ckpt.verify import Verifier
 
 log = logging.getLogger("llama_ckpt")
@@ -136,55 +136,13 @@ class Mender:
 
     def _adopt(self, path: str) -> str:
         try:
-            with self._parts.store.map(path) as view:
-                file = formats.open_checkpoint(view, path)
-                new, model = _row_of(file, path)
-                token_ids = file.contents.token_ids
+            found = adopting.checked_orphan(self._parts, path)
         except (CorruptFile, FileMissing, UnsafePath) as error:
             return f"left for gc: {error}"
-        self._parts.hook("checked")
         try:
-            self._parts.store.touch(path)  # gc takes it for fresh until the row is there
-            with self._parts.database.write() as db:
-                queries.expire_due(db, new.fingerprint, new.input_hash)
-                queries.put_model(db, model)
-                row = queries.insert_checkpoint(db, new)
-                prefixes.link(db, links_of(row, token_ids, self._parts.block_size))
-                collecting.forget_ghosts(db, [path])
-                self._parts.store.modified_ns(path)  # gc may have taken it before the touch
+            register_orphan(self._parts, found.model, found.new, found.token_ids)
         except Conflict:
             return "left for gc: another checkpoint of the same input is ACTIVE"
         except StoreUnavailable as error:
             return f"not registered: {error}"
         return "registered again"
-
-
-def _row_of(file: formats.CheckpointFile, path: str) -> tuple[NewCheckpoint, RegisteredModel]:
-    """The row that a file's own header and metadata give.
-
-    Raises:
-        CorruptFile: it is a delta, whose parent only its lost row named.
-    """
-    header, metadata = file.contents.header, file.contents.metadata
-    if header.start_token:
-        raise CorruptFile(path=path, check="Structure", reason="a delta is not registered again without its parent")
-    model_name = clean_name(str(metadata.get("model_name") or "unnamed"))
-    kind = str(metadata.get("memory_kind", "full"))
-    if kind not in list(MemoryKind):
-        raise CorruptFile(path=path, check="Structure", reason=f"it is of no kind of memory known here: {kind[:40]}")
-    new = NewCheckpoint(
-        id=path.rpartition("/")[2].partition(".")[0],
-        model_name=model_name,
-        fingerprint=file.fingerprint.digest,
-        input_hash=header.input_hash,
-        tokens_hash=tokens_hash(file.contents.token_ids),
-        n_tokens=header.seq_len,
-        memory_kind=MemoryKind(kind),
-        file_path=path,
-        file_size=header.payload_offset + header.payload_size,
-        payload_crc32=header.payload_crc32,
-        prefill_ms=None,
-        expires_in_s=None,
-        label=None,
-    )
-    return new, RegisteredModel(fingerprint=file.fingerprint, model_name=model_name, dimensions=file.dimensions)

@@ -37,7 +37,8 @@ class NullSink:
 class Counters:
     """Keeps counts in memory, for tests and for whoever publishes them.
 
-    The registry counts `saved`, `deduplicated`, `refused`, `hit`, `no_match`, `failed`, `merged`, `marked_stale` and `evicted`;
+    The registry counts `saved`, `deduplicated`, `refused`, `hit`, `no_match`, `failed`, `merged`, `adopted`, `marked_stale` and
+    `evicted`;
     and of the files that a restore or a merge opens, as `Event`: `padding_detected` (zeros before the header, read all the same),
     `byte_order_met` (written with the bytes turned), `legacy_refused` (LLAM version 1), `other_version_met` (saved under another
     version of the engine) and `state_translated` (the state was rewritten in the layout that this engine reads).

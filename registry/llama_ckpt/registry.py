@@ -26,9 +26,9 @@ from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash
 from llama_ckpt.matching import DEFAULT_MIN_TOKENS
 from llama_ckpt.metrics import MetricsSink, NullSink
 from llama_ckpt.parts import Parts
+from llama_ckpt.registering import SaveOptions, clean_name
 from llama_ckpt.restoring import RestoreOptions
 from llama_ckpt.retention import Policy
-from llama_ckpt.saving import SaveOptions
 from llama_ckpt.values import (
     Checkpoint,
     Fingerprint,
@@ -361,7 +361,7 @@ class Registry:
         at_most: int | None = None,
     ) -> list[Checkpoint]:
         """Checkpoints, newest first."""
-        if any(text is not None and saving.clean_name(text) != text for text in (model_name, label)):
+        if any(text is not None and clean_name(text) != text for text in (model_name, label)):
             return []  # no row can have such a name
         return self.database.query(
             lambda db: queries.list_checkpoints(db, status=status, model_name=model_name, label=label, at_most=at_most)

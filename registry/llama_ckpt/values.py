@@ -124,7 +124,7 @@ class Checkpoint:
 
     @property
     def is_covered(self) -> bool:
-        """Whether all of its cells are its parent's. It then has no file, and a size of 0; so has a STALE row whose file is freed."""
+        """Whether all of its cells are its parent's, so that it has no file and a size of 0."""
         return self.start_token == self.n_tokens
 
 

@@ -133,6 +133,11 @@ class Populated:
     def url(self) -> str:
         return sqlite_url(self.root / DATABASE_FILE)
 
+    @property
+    def exported(self) -> Path:
+        """Where `export` writes."""
+        return self.root.with_name("exported.llam")
+
     def path(self, name: str) -> Path:
         checkpoint_id = self.ids[name]
         return self.root / checkpoint_id[:2] / checkpoint_id[2:4] / f"{checkpoint_id}.llam"
@@ -279,6 +284,8 @@ def complete(populated):
         ("pin",): [populated.ids["one"], populated.ids["two"]],
         ("unpin",): [populated.ids["one"]],
         ("rm",): [populated.ids["one"]],
+        ("adopt",): [str(populated.path("one"))],
+        ("export",): [populated.ids["one"], "--format", "llam", "-o", str(populated.exported), "--force"],
         ("inspect",): [str(populated.path("one"))],
         ("verify",): [populated.ids["one"]],
         ("repair",): [str(populated.path("one"))],

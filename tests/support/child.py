@@ -25,6 +25,7 @@ def main() -> None:
     from support import samples
     from support.sample_engine import SampleEngine
 
+    from llama_ckpt.adopting import AdoptOptions, adopt
     from llama_ckpt.collector import Collector
     from llama_ckpt.mending import Mender
     from llama_ckpt.purging import Purge, Purger
@@ -57,6 +58,9 @@ def main() -> None:
             answer = [result for _, result in Mender(registry.parts).unprune(registry.list(status=Status.STALE))]
         elif order["verb"] == "purge":
             answer = Purger(registry.parts).run(Purge(label=order["label"])).n_rows
+        elif order["verb"] == "adopt":
+            options = AdoptOptions(engine_for=lambda _: engine, link=order.get("link", False))
+            answer = [found.outcome.value for found in adopt(registry.parts, [Path(order["path"])], options)]
         elif order["verb"] == "race":
             answer = race(registry, engine, order["role"], order["texts"], order["rounds"])
         else:

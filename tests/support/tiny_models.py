@@ -13,8 +13,10 @@ N_VOCAB, N_EMBD, N_FF, N_LAYER = 32, 64, 64, 2
 _U32, _F32, _STRING, _ARRAY, _I32, _BOOL = 4, 6, 8, 9, 5, 7
 
 
-def write(path: Path, kind: str, **keys: object) -> Path:
-    """Writes a GGUF of `kind`: "full", "swa", "recurrent", "hybrid" or "positions" (2-D positions); `keys` change metadata."""
+def write(path: Path, kind: str, *, seed: int = 1, **keys: object) -> Path:
+    """Writes a GGUF of `kind`: "full", "swa", "recurrent", "hybrid" or "positions" (2-D positions); `keys` change metadata.
+    Another `seed` gives other weights of the same shape.
+    """
     arch, meta, tensors = {
         "full": _llama,
         "swa": _gemma2,
@@ -34,7 +36,7 @@ def write(path: Path, kind: str, **keys: object) -> Path:
     }
     named = {"general.architecture": arch, "tokenizer.ggml.model": "none"}
     named |= {f"{arch}.{key}": value for key, value in meta.items()}
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(seed)
     tensors = {"token_embd.weight": (N_EMBD, N_VOCAB), **tensors}
     if arch != "lfm2":  # which calls it token_embd_norm
         tensors["output_norm.weight"] = (N_EMBD,)
