@@ -75,9 +75,9 @@ def test_quiet_prints_bare_values_and_says_nothing_on_stderr(run, populated, com
         ("schedule", "status"): [],
         ("gc",): ["0"],
         ("stats",): ["4"],
-        ("db", "upgrade"): ["0003"],
+        ("db", "upgrade"): ["0004"],
         ("db", "downgrade"): ["0001"],
-        ("db", "current"): ["0003"],
+        ("db", "current"): ["0004"],
         ("db", "check"): [],
     }
     words = complete(leaf)
