@@ -69,10 +69,11 @@ def warm(
 
 
 def _tell_warm(out: Output, result: WarmResult, checkpoint: Checkpoint | None) -> None:
-    save, restored = result.save, result.restore.outcome == "hit"
+    save, whole = result.save, result.restore.n_evaluated > 0
+    how = "restored" if whole else "restored in part" if result.n_restored else "evaluated"
     out.fields(
         {
-            "outcome": "restored" if restored else "evaluated" + (f", {save.outcome}" if save else ", not saved"),
+            "outcome": how + ("" if whole else f", {save.outcome}" if save else ", not saved"),
             "why": result.restore.reason,
             "tokens restored": result.n_restored,
             "tokens evaluated": result.n_evaluated,

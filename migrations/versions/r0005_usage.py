@@ -18,7 +18,7 @@ depends_on = None
 def upgrade() -> None:
     op.create_table(
         "usage_day",
-        sa.Column("day_no", sa.Integer(), autoincrement=False, nullable=False),
+        sa.Column("day_no", sa.BigInteger(), autoincrement=False, nullable=False),
         sa.Column("event_name", sa.String(30), nullable=False),
         sa.Column("n_times", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("day_no", "event_name", name="pk_usage_day"),

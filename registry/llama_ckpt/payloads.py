@@ -20,6 +20,7 @@ from llama_ckpt.engine import Engine
 from llama_ckpt.errors import CorruptFile, FileMissing, Incompatible
 from llama_ckpt.fingerprint import TokenIds, differences, fingerprint
 from llama_ckpt.formats import kv_edit, kv_values, legacy
+from llama_ckpt.formats.ggml_types import is_quantised
 from llama_ckpt.formats.kv_layout import Dialect
 from llama_ckpt.metrics import Event
 from llama_ckpt.parts import Parts
@@ -170,7 +171,7 @@ def _stretch(engine: Engine, member: _Member, asked: Asked, events: set[Event]) 
         events.add(Event.OTHER_VERSION_MET)
     state = file.contents.payload
     if file.state.layout != engine.layout or file.state.rotation_words not in (None, engine.rotation):
-        state = _translated(state, engine)
+        state = _translated(state, file, engine)
         events.add(Event.STATE_TRANSLATED)
     return kv_edit.Stretch(state, row.start_token, member.end)
 
@@ -209,10 +210,12 @@ def _require_fit(file: formats.CheckpointFile, engine: Engine, row: Checkpoint, 
         raise CorruptFile(path=row.file_path, check="Dimensions", reason=mismatch)
 
 
-def _translated(state: memoryview, engine: Engine) -> memoryview:
-    """The state in the dialect that the engine speaks. Of one that does not tell its rotation the fingerprint does: state and
-    engine have the same, so they rotate alike.
+def _translated(state: memoryview, file: formats.CheckpointFile, engine: Engine) -> memoryview:
+    """The state in the dialect that the engine speaks. Whether quantised rows are rotated the fingerprint says, and state and
+    engine have the same: of a state that does not tell how, it is as the engine does it.
     """
     if engine.layout is None:
         raise Incompatible(reason=f"the layout of this engine's states ({engine.memory_kind} memory) is not known")
-    return kv_edit.to_dialect(state, engine.layout, rotation=engine.rotation, now=engine.rotation)
+    quantised = any(is_quantised(rows.ggml_type) for rows in (*file.state.k, *file.state.v))
+    rotation = engine.rotation if quantised else None  # of float types an engine rotates none
+    return kv_edit.to_dialect(state, engine.layout, rotation=rotation, now=rotation)

@@ -6,11 +6,8 @@ crash leaves at most a file without a row. A delete takes the row first and the 
 
 from __future__ import annotations
 
-import functools
 import re
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -19,7 +16,7 @@ from llama_ckpt import finding, flattening, restoring, saving
 from llama_ckpt.db import migrate, prefixes, queries
 from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.engine import Engine, Progress, Vocabulary, no_progress
-from llama_ckpt.errors import BadInput, LlamaCkptError, NotFound
+from llama_ckpt.errors import BadInput, NotFound
 from llama_ckpt.files import StepHook, Store, no_hook
 from llama_ckpt.finding import Question
 from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash
@@ -34,7 +31,6 @@ from llama_ckpt.values import (
     Fingerprint,
     MatchResult,
     MergeResult,
-    Outcome,
     RegisteredModel,
     RestoreResult,
     SaveResult,
@@ -262,8 +258,7 @@ class Registry:
             BadInput: the input is empty or no input, or the model has not these layers.
         """
         options = RestoreOptions.of(engine, layers, check_values=check_values, transpose_v=transpose_v)
-        match = functools.partial(self.match, vocabulary=engine)
-        return restoring.restore(self.parts, engine, given, match, options)
+        return restoring.restore(self.parts, engine, given, self.match, options)
 
     def merge(self, engine: Engine, checkpoint: Checkpoint | str) -> MergeResult:
         """Appends a stored continuation to what the engine holds, without computing it: the checkpoint (or its id) begins with
@@ -292,8 +287,7 @@ class Registry:
         expires_in_s: float | None = None,
         progress: Progress = no_progress,
     ) -> WarmResult:
-        """Brings the engine to the state of an input: restores its checkpoint, evaluates what no checkpoint has, and saves what was
-        evaluated.
+        """Brings the engine to the state of an input: restores its checkpoint, and evaluates and saves what no checkpoint has.
 
         The registry never stands in the way: if it, the store or the save fails, the input is evaluated all the same, and
         `WarmResult.problem` says what failed. `progress` hears tokens evaluated and in all.
@@ -302,30 +296,8 @@ class Registry:
             BadInput: the input cannot be used, or is longer than the context.
             EngineFailed: the engine cannot evaluate it.
         """
-        started = time.perf_counter()
         options = SaveOptions(label=label, expires_in_s=expires_in_s)
-        restored = self.restore(engine, given)
-        problem, saved, n_evaluated = restored.error, None, restored.n_evaluated
-        if n_evaluated == 0:  # not all of the input was there
-            token_ids = saving.token_ids_of(engine, given)
-            before = time.perf_counter()
-            engine.evaluate(token_ids, progress, n_kept=restored.n_restored)
-            n_evaluated = len(token_ids) - restored.n_restored
-            if restored.n_restored == 0:  # what the rest took says nothing of the whole
-                options = replace(options, prefill_ms=round((time.perf_counter() - before) * 1000))
-            no_use = None if restored.outcome is Outcome.HIT else restored.checkpoint
-            try:
-                saved = saving.save(self.parts, engine, given, options, instead_of=no_use)
-            except LlamaCkptError as error:
-                problem = error  # the caller's to tell: it is in the result
-        return WarmResult(
-            restore=restored,
-            save=saved,
-            n_restored=restored.n_restored,
-            n_evaluated=n_evaluated,
-            elapsed_s=time.perf_counter() - started,
-            problem=problem,
-        )
+        return restoring.warm(self.parts, engine, given, self.match, options, progress)
 
     # -- care ----------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ from support.sample_engine import SampleEngine
 
 from llama_ckpt.errors import BadInput, StoreFull
 from llama_ckpt.files import Store
+from llama_ckpt.registry import Registry
+from llama_ckpt.values import MatchResult, Outcome
 
 PROMPT = "The wind turned to the north-west in the night, and in the morning it rained."
 
@@ -43,6 +45,21 @@ def test_warm_evaluates_and_saves_once_and_then_restores(run, stand_in):
     assert second["written"] == "nothing"
     assert run("ls", "-q").lines == [first["checkpoint"]]
     assert run("show", first["checkpoint"]).fields["hits"] == "1"
+
+
+def test_warm_says_what_it_restored_in_part(run, stand_in, place, monkeypatch):
+    (saved,) = run("warm", *stand_in, "--text", "one", "-q").succeeded().lines
+    with Registry.open(store=place) as registry:
+        row = registry.get(saved)
+
+    def first_two(*_, **__):
+        return MatchResult(outcome=Outcome.HIT, reason="planted", input_hash=b"", checkpoint=row, n_matching=2)
+
+    monkeypatch.setattr(Registry, "match", first_two)
+    shown = run("warm", *stand_in, "--text", "two").succeeded().fields
+    told = (shown["outcome"], shown["tokens restored"], shown["tokens evaluated"])
+    assert told == ("restored in part, saved", "2", "1")
+    assert shown["checkpoint"] != saved
 
 
 def test_warm_keeps_the_label_and_the_expiry(run, stand_in):

@@ -284,16 +284,15 @@ def test_an_engine_whose_tokenizer_changed_gets_no_match_and_its_warm_supersedes
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        (Dialect(1, rotation_words=True), r"rotated by (0, 0) in the state, by (64, 64) in the engine"),
         (Dialect(1, cell_extension=12), "its cells have 0 bytes more, the engine's 12"),
         (None, "(full memory) is not known"),
     ],
-    ids=["rotation", "extension", "unknown"],
+    ids=["extension", "unknown"],
 )
 def test_an_engine_that_no_translation_reaches_gets_no_match_before_it_is_touched(
     registry, engine, saved, layout, words
 ):
-    engine.layout, engine.rotation = layout, (64, 64)
+    engine.layout = layout
     back = registry.restore(engine, "one")
     assert back.outcome is Outcome.NO_MATCH
     assert words in back.reason

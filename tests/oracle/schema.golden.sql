@@ -315,7 +315,7 @@ UPDATE llama_ckpt_schema SET version_num='0004' WHERE llama_ckpt_schema.version_
 -- Running upgrade 0004 -> 0005
 
 CREATE TABLE usage_day (
-    day_no INTEGER NOT NULL, 
+    day_no NUMBER(19) NOT NULL, 
     event_name VARCHAR2(30 CHAR) NOT NULL, 
     n_times NUMBER(19) NOT NULL, 
     CONSTRAINT pk_usage_day PRIMARY KEY (day_no, event_name)

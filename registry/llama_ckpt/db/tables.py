@@ -199,7 +199,7 @@ gc_schedule = Table(
 usage_day = Table(
     "usage_day",
     metadata,
-    Column("day_no", Integer, primary_key=True, autoincrement=False),
+    Column("day_no", BigInteger, primary_key=True, autoincrement=False),
     Column("event_name", String(30), primary_key=True),
     Column("n_times", BigInteger, nullable=False),
 )
