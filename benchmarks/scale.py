@@ -2,6 +2,7 @@
 
 Chains of prefixes as real traffic has them: a few system prompts shared by many, conversations that share a document, some
 long ones. Medians and 99th percentiles of single calls, warm, by one client. The database must be empty; it is left as it is.
+`match` is the whole public call for 4,000 token ids: look-up, and the heads of up to 16 files compared.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import sqlalchemy as sa
 
 from llama_ckpt.collector import Collector
@@ -24,7 +26,9 @@ from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import checkpoint_prefix
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.files import path_of
-from llama_ckpt.fingerprint import active_key
+from llama_ckpt.finding import MOST_HEADS
+from llama_ckpt.fingerprint import TokenIds, active_key, prefix_hashes, tokens_hash
+from llama_ckpt.formats import container
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention import Policy
 
@@ -33,24 +37,22 @@ from support.sample_engine import SampleEngine  # a state without a model
 
 BLOCK = 256
 DEEP = 128
+N_ASKED = 4000
 
 
-def chain(*blocks: object) -> list[bytes]:
-    """Prefix hashes: each stands for all blocks up to its own."""
-    hashes, so_far = [], b""
-    for block in blocks:
-        so_far = hashlib.sha256(so_far + repr(block).encode()).digest()[:16]
-        hashes.append(so_far)
-    return hashes
+def ids_of(blocks: Sequence[object]) -> TokenIds:
+    """The token ids of named blocks: the same name, the same 256 ids."""
+    data = b"".join(hashlib.shake_128(repr(block).encode()).digest(4 * BLOCK) for block in blocks)
+    return np.frombuffer(data, dtype="<i4") & 0xFFFF
 
 
-def blocks_of(number: int, choice: random.Random) -> list[object]:
+def blocks_of(number: int) -> list[object]:
     """A checkpoint's blocks: 4 of one of 50 system prompts, some skewed to the first; a conversation of 5; some of 128 blocks."""
-    system = min(int(choice.paretovariate(0.7)) - 1, 49)
-    own: list[object] = [(system, i) for i in range(4)]
-    if number % 1000 == 0:
-        return [*own, *((number, i) for i in range(DEEP - 4))]
     conversation, turn = divmod(number, 5)
+    system = min(int(random.Random(conversation).paretovariate(0.7)) - 1, 49)
+    own: list[object] = [("system", system, i) for i in range(4)]
+    if number % 1000 == 0:
+        return [*own, *((number, "deep", i) for i in range(DEEP - 4))]
     return [*own, *((conversation, i) for i in range(1 + turn))]
 
 
@@ -62,16 +64,17 @@ def plant(database: Database, engine: SampleEngine, n_rows: int) -> None:
         rows, links = [], []
         for number in range(first, min(first + batch, n_rows + 1)):
             checkpoint_id, of_input = f"{number:032x}", number.to_bytes(32, "big")
-            hashes = chain(*blocks_of(number, choice))
+            ids = ids_of(blocks_of(number))
+            hashes = prefix_hashes(digest, ids, BLOCK)
             rows.append(
                 dict(ckpt_no=number, id=checkpoint_id, model_name="sample", input_hash=of_input, status="ACTIVE", pinned=0,
                      file_path=path_of(checkpoint_id), active_key=active_key(digest, of_input), fingerprint=digest,
-                     tokens_hash=of_input, n_tokens=BLOCK * len(hashes), memory_kind="full", file_size=4096, payload_crc32=0,
+                     tokens_hash=tokens_hash(ids), n_tokens=len(ids), memory_kind="full", file_size=4096, payload_crc32=0,
                      created_us=now - choice.randrange(10**12), last_used_us=now - choice.randrange(10**12), hit_count=0,
                      start_token=0)
             )  # fmt: skip
             links += [
-                dict(prefix_hash=h, file_tokens=BLOCK * len(hashes), ckpt_no=number, n_tokens=BLOCK * (i + 1))
+                dict(prefix_hash=h, file_tokens=len(ids), ckpt_no=number, n_tokens=BLOCK * (i + 1))
                 for i, h in enumerate(hashes)
             ]
         with database.write() as db:
@@ -83,6 +86,24 @@ def plant(database: Database, engine: SampleEngine, n_rows: int) -> None:
                 "SELECT setval(pg_get_serial_sequence('llama_checkpoint_meta', 'ckpt_no'), %s)", (n_rows,)
             )
             db.exec_driver_sql("ANALYZE")
+
+
+def plant_heads(registry: Registry, engine: SampleEngine, asked: TokenIds) -> None:
+    """Writes the heads of the files that a match of these token ids looks into; the rows alone were planted."""
+    digest = engine.fingerprint.digest
+    hashes = prefix_hashes(digest, asked, BLOCK)
+    with registry.database.read() as db:
+        depth = prefixes.deepest(db, hashes)
+        rows = prefixes.sharing(db, hashes[depth - 1], MOST_HEADS) if depth else prefixes.newest(db, digest, MOST_HEADS)
+    for row in rows:
+        path = registry.store.root / row.file_path
+        if not path.exists():
+            header = container.Header(flags=0, seq_len=row.n_tokens, start_token=0, n_layer=1, n_kv_head=1, metadata_size=0,
+                                      fingerprint=digest, input_hash=row.input_hash, created_ns=0)  # fmt: skip
+            fields = {"fingerprint": dict(engine.fingerprint.fields)}
+            head, _ = container.encode_head(header, fields, ids_of(blocks_of(row.ckpt_no)), memoryview(b"x"))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(head + b"x")
 
 
 def measured(calls: Iterator[Callable[[], object]]) -> dict[str, float]:
@@ -108,23 +129,29 @@ def run(url: str, n_rows: int, n_calls: int) -> dict[str, object]:
         planted_s = time.perf_counter() - started
 
         def look_up(blocks: list[object]) -> Callable[[], object]:
-            asked = chain(*blocks)
+            asked = prefix_hashes(engine.fingerprint.digest, ids_of(blocks), BLOCK)
             return lambda: registry.database.query(lambda db: prefixes.deepest(db, asked))
 
         def padded(blocks: list[object]) -> list[object]:
             return [*blocks, *(("new", i) for i in range(DEEP - len(blocks)))]
 
+        def match(blocks: list[object]) -> Callable[[], object]:
+            asked = np.append(ids_of(blocks), np.arange(N_ASKED, dtype=np.int32))[:N_ASKED]
+            plant_heads(registry, engine, asked)
+            return lambda: registry.match(asked, fingerprint=engine.fingerprint)
+
         some = [choice.randrange(1, n_rows + 1) for _ in range(n_calls)]
-        hot = [("x", 0)]
+        system = blocks_of(1)[:4]
         result: dict[str, object] = {
             "exact match": measured(
                 (lambda n=n: registry.match_hash(n.to_bytes(32, "big"), fingerprint=engine.fingerprint)) for n in some
             ),
-            "prefix, conversation": measured(
-                look_up(padded([*((0, i) for i in range(4)), *((n // 5, i) for i in range(1 + n % 5))])) for n in some
-            ),
-            "prefix, hot system prompt": measured(look_up(padded([(0, i) for i in range(4)])) for _ in some),
-            "prefix, miss": measured(look_up(padded(hot)) for _ in some),
+            "prefix, conversation": measured(look_up(padded(blocks_of(n)[:DEEP])) for n in some),
+            "prefix, hot system prompt": measured(look_up(padded(system)) for _ in some),
+            "prefix, miss": measured(look_up(padded([("x", 0)])) for _ in some),
+            "match, conversation": measured(match(blocks_of(n)[:9]) for n in some),
+            "match, hot system prompt": measured(match(system) for _ in some),
+            "match, miss": measured(match([("x", 0)]) for _ in some),
             "save": measured((lambda i=i: registry.save(engine, f"new {i}")) for i in range(n_calls)),
             "deduplicated save": measured((lambda i=i: registry.save(engine, f"new {i}")) for i in range(n_calls)),
         }

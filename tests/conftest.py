@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from support.databases import empty
+from support.links import wrong_links
 from support.sample_engine import SampleEngine
 
 from llama_ckpt.db import migrate
@@ -98,6 +99,7 @@ def registry(database_url: str, tmp_path: Path, counters: Counters, left_in_stor
     try:
         found = {f.kind.value for f in Verifier(opened.database, opened.store).findings()}
         assert found <= left_in_store
+        assert left_in_store or wrong_links(opened) == []
     except DatabaseUnavailable:
         assert "no database" in left_in_store
     finally:

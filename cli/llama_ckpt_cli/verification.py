@@ -36,7 +36,8 @@ def verify(
         str | None, typer.Option(help="With --all: begin no check after so long, e.g. 10m.")
     ] = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="With --all: mark the bad STALE, register sound orphans again.")
+        bool,
+        typer.Option("--repair", help="With --all: mark the bad STALE, register sound orphans again, link old ones."),
     ] = False,
 ) -> None:
     """Check checkpoints, files or everything, one line per check. Exit code 12: something failed.

@@ -111,7 +111,8 @@ def by_prefix(
     token ids, for the explanation.
     """
     n = len(token_ids)
-    found = [(common_prefix(token_ids, head.token_ids), head) for head in heads]
+    compared = [(common_prefix(token_ids, head.token_ids), head) for head in heads]
+    found = [(n_matching, head) for n_matching, head in compared if n_matching]
     if not found:
         reason = "no checkpoint begins like this input"
         return MatchResult(outcome=Outcome.NO_MATCH, reason=reason, input_hash=of_input, n_tokens=n)

@@ -5,9 +5,12 @@ import io
 import sys
 
 import pytest
+from support.sample_engine import TokenEngine
 
 from llama_ckpt.db import queries
 from llama_ckpt.errors import BadInput, DatabaseUnavailable
+from llama_ckpt.registry import Registry
+from llama_ckpt_cli import inputs
 
 NO_MATCH = 3
 
@@ -24,6 +27,7 @@ def test_a_saved_text_is_found_with_its_checkpoint_and_what_it_spares(run, popul
     assert found["checkpoint"] == populated.ids["two"]
     assert found["input SHA-256"] == populated.hash_of("two")
     assert found["model"] == "sample"
+    assert found["tokens matching"] == "3 of 3; the checkpoint has 3"
     assert found["tokens reusable"] == "2 of 3"
 
 
@@ -86,15 +90,16 @@ def test_a_hash_that_is_no_sha256_is_refused(run, populated, given):
         ["--text", "one", "--text-file", "prompt.txt"],
         ["--text", "one", "--hash", "ab" * 32],
         ["--text-file", "prompt.txt", "--hash", "ab" * 32],
+        ["--tokens", "ids.txt", "--text", "one"],
     ],
-    ids=["neither", "text and file", "text and hash", "file and hash"],
+    ids=["neither", "text and file", "text and hash", "file and hash", "tokens and text"],
 )
 def test_an_input_is_given_in_exactly_one_way(run, populated, given):
-    run("match", *given).refused(BadInput, "give one of", "--text", "--text-file")
+    run("match", *given).refused(BadInput, "give one of", "--text", "--text-file", "--tokens", "--hash")
 
 
-def test_who_gives_no_input_is_told_all_three_ways(run, populated):
-    assert "None" not in run("match").refused(BadInput, "--text", "--text-file", "--hash")
+def test_who_gives_no_input_is_told_all_four_ways(run, populated):
+    assert "None" not in run("match").refused(BadInput, "--text", "--text-file", "--tokens", "--hash")
 
 
 @pytest.mark.parametrize("where", ["nothing.txt", "."])
@@ -171,3 +176,109 @@ def test_a_database_that_fails_in_the_middle_is_no_miss(run, populated, monkeypa
     failed = run("match", "--text", "two", "--json")
     failed.failed(DatabaseUnavailable, "the connection was lost")
     assert (failed.json()["outcome"], failed.json()["checkpoint"]) == ("failed", None)
+
+
+# -- by prefix ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def long_store(populated):
+    """The populated store with a checkpoint of the token ids 0 to 39 more; gives its id."""
+    engine = TokenEngine(weights=hashlib.sha256(b"weights of the long one").hexdigest(), model_name="long")
+    engine.evaluate(list(range(40)))
+    with Registry.open(store=populated.root) as registry:
+        return registry.save(engine, list(range(40))).checkpoint.id
+
+
+@pytest.fixture
+def ids_file(tmp_path):
+    def written(*ids, separator=" "):
+        path = tmp_path / "ids.txt"
+        path.write_text(separator.join(map(str, ids)))
+        return path
+
+    return written
+
+
+def test_token_ids_are_matched_by_prefix_with_what_matches_and_where_it_diverges(run, long_store, ids_file):
+    found = run("match", "--tokens", ids_file(*range(30), 99, 98)).succeeded().fields
+    assert (found["outcome"], found["checkpoint"]) == ("hit", long_store)
+    assert found["reason"] == "input and checkpoint begin with the same 30 tokens"
+    assert found["tokens matching"] == "30 of 32; the checkpoint has 40"
+    assert found["tokens reusable"] == "30 of 32"
+    assert found["diverges at token"] == "30"
+    told = run("match", "--tokens", ids_file(*range(30), 99), "--json").succeeded().json()
+    assert (told["n_matching"], told["n_reusable"], told["n_tokens"]) == (30, 30, 31)
+    assert told["divergence"] == {"at": 30, "before": None, "in_input": None, "in_checkpoint": None}
+
+
+@pytest.mark.parametrize("separator", [" ", ", ", "\n"])
+def test_token_ids_are_read_however_people_separate_them(run, long_store, ids_file, separator):
+    assert run("match", "--tokens", ids_file(*range(40), separator=separator), "-q").succeeded().lines == [long_store]
+
+
+def test_token_ids_are_read_from_a_json_list_on_stdin(run, long_store, stdin):
+    stdin(str(list(range(50))).encode())
+    assert run("match", "--tokens", "-", "-q").succeeded().lines == [long_store]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("1 two 3", "'two' is no whole number"),
+        ("", "at least one id"),
+        ("-1", "'-1' is no whole number"),
+        ("99999999999", "outside 0 .. 2147483647"),
+    ],
+    ids=["a word", "nothing", "negative", "too large"],
+)
+def test_what_is_no_list_of_token_ids_is_refused(run, populated, tmp_path, content, words):
+    path = tmp_path / "ids.txt"
+    path.write_text(content)
+    run("match", "--tokens", path).refused(BadInput, words)
+
+
+def test_a_prefix_below_the_floor_is_no_match_and_the_nearest_is_named(run, long_store, ids_file, monkeypatch):
+    path = ids_file(*range(10), 99)
+    found = run("match", "--tokens", path)
+    assert (found.code, found.fields["nearest"]) == (NO_MATCH, f"{long_store} (long)")
+    assert (
+        found.fields["reason"]
+        == "the nearest checkpoint begins with 10 tokens of the input; fewer than 16 are no match"
+    )
+    assert found.fields["diverges at token"] == "10"
+    assert run("match", "--tokens", path, "--min-match-tokens", "10", "-q").succeeded().lines == [long_store]
+    monkeypatch.setenv("LLAMA_CKPT_MIN_MATCH_TOKENS", "10")
+    assert run("match", "--tokens", path, "-q").succeeded().lines == [long_store]
+    for wrong in ("1", "few"):
+        run("match", "--tokens", path, "--min-match-tokens", wrong).refused(BadInput, wrong)
+
+
+def test_a_text_is_tokenised_with_the_vocabulary_of_a_gguf_and_the_text_around_is_shown(
+    run, long_store, tmp_path, monkeypatch
+):
+    model = tmp_path / "long.gguf"
+    model.write_bytes(b"weights of the long one")
+    monkeypatch.setattr(inputs, "load_vocabulary", lambda *_: TokenEngine())
+    text = " ".join(map(str, [*range(20), 77]))
+    found = run("match", "--text", text, "--model", model).succeeded().fields
+    assert (found["checkpoint"], found["diverges at token"]) == (long_store, "20")
+    assert found["after"] == "'12 13 14 15 16 17 18 19'"
+    assert (found["input goes on"], found["checkpoint goes on"]) == ("'77'", "'20 21 22 23 24 25 26 27'")
+
+
+def test_a_gguf_that_has_no_vocabulary_still_finds_the_same_input_and_says_so_else(run, populated, gguf):
+    assert run("match", "--text", "one", "--model", gguf, "-q").succeeded().lines == [populated.ids["one"]]
+    found = run("match", "--text", "never saved", "--model", gguf)
+    assert (found.code, found.fields["outcome"]) == (NO_MATCH, "no_match")
+    assert "only the same input is looked for, no beginning of it: " in found.err
+
+
+def test_a_damaged_candidate_goes_stale_and_is_told(run, populated, long_store, ids_file):
+    path = populated.root / long_store[:2] / long_store[2:4] / f"{long_store}.llam"
+    data = bytearray(path.read_bytes())
+    data[200] ^= 0xFF
+    path.write_bytes(data)
+    found = run("match", "--tokens", ids_file(*range(30)))
+    assert found.code == NO_MATCH
+    assert f"checkpoint {long_store} is now STALE (corrupt)" in found.err

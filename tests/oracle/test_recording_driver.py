@@ -187,12 +187,12 @@ def test_the_driver_gets_its_service_and_no_argument_it_does_not_know(registry, 
 # -- save, match, restore -----------------------------------------------------------------------------------------------
 
 
-def test_a_first_save_adds_model_and_row_in_one_transaction(registry, engine, oracle):
+def test_a_first_save_adds_model_row_and_links_in_one_transaction(registry, engine, oracle):
     mark = len(oracle.log)
     result = registry.save(engine, "one", label="x'); DROP TABLE llama_model --", prefill_ms=12)
     assert result.outcome is SaveOutcome.SAVED
     words = since(oracle, mark)
-    assert words.count("INSERT") == 2
+    assert words.count("INSERT") == 3
     assert words.count("COMMIT") == 1
     assert words[-1] == "COMMIT"
     assert registry.get(result.checkpoint.id).label == "x'); DROP TABLE llama_model --"
@@ -619,6 +619,22 @@ def test_the_deepest_prefix_is_found_by_bisection_and_leaves_with_the_mark(regis
     registry.remove(saved.id)
     with registry.database.read() as db:
         assert prefixes.deepest(db, chain) == 0
+
+
+def test_a_match_by_prefix_and_a_later_link_speak_oracles_sql(registry, engine, saved):
+    asked = [*engine.ids.tolist(), 7]
+    registry = Registry(dataclasses.replace(registry.parts, min_match_tokens=2))
+    registry.database.__dict__["round_trip_s"] = 1.0
+    found = registry.match(asked, fingerprint=engine.fingerprint)
+    assert (found.outcome, found.n_matching) == (Outcome.HIT, len(engine.ids))
+    with registry.database.write() as db:
+        db.execute(sa.delete(checkpoint_prefix))
+        assert queries.by_number(db, saved.ckpt_no) == saved
+    assert Mender(registry.parts).link() == 1
+    assert registry.match(asked, fingerprint=engine.fingerprint).n_matching == len(engine.ids)
+    assert "round_trip_s" in vars(registry.database)
+    del registry.database.round_trip_s
+    assert registry.database.round_trip_s > 0
 
 
 def test_a_parent_stays_while_a_delta_needs_it_and_takes_its_deltas_along(registry, engine, saved):

@@ -125,7 +125,7 @@ def broken_invariants(url: str, store: Path) -> list[str]:
         if len(set(keys)) != len(keys):
             broken.append("two ACTIVE rows of one key")
         broken += [f"{c.id}: its parent is not ACTIVE" for c in active.values() if c.parent_no not in (None, *active)]
-        broken += wrong_links(registry)
+        broken += [] if broken else wrong_links(registry)
     return broken
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from llama_ckpt.db import prefixes
 from llama_ckpt.db.tables import checkpoint_prefix
 from llama_ckpt.finding import token_ids_of
 from llama_ckpt.fingerprint import links_of
@@ -12,13 +13,14 @@ from llama_ckpt.values import PrefixLink, Status
 
 def wrong_links(registry) -> list[str]:
     """What links are missing or too many, in words: they must be exactly those of the ACTIVE rows, by their files' token ids."""
+    with registry.database.read() as db:
+        block_size = prefixes.block_size(db)
+        found = {PrefixLink(**dict(row._mapping)) for row in db.execute(sa.select(checkpoint_prefix))}
     expected = {
         link
         for row in registry.list(status=Status.ACTIVE)
-        for link in links_of(row, token_ids_of(registry.parts, row), registry.parts.block_size)
+        for link in links_of(row, token_ids_of(registry.parts, row), block_size)
     }
-    with registry.database.read() as db:
-        found = {PrefixLink(**dict(row._mapping)) for row in db.execute(sa.select(checkpoint_prefix))}
 
     def told(links):
         return sorted(f"row {x.ckpt_no} at token {x.n_tokens}" for x in links)

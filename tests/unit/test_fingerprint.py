@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -17,11 +18,15 @@ from llama_ckpt.fingerprint import (
     as_token_ids,
     canonical_json,
     differences,
+    end_hashes,
     fingerprint,
     input_hash,
+    links_of,
+    prefix_hashes,
     tokens_hash,
     weights_digest,
 )
+from llama_ckpt.values import Checkpoint
 
 # -- inputs ---------------------------------------------------------------------------------------------------------------
 
@@ -272,3 +277,56 @@ def test_the_active_key_is_of_fingerprint_and_input_and_tells_them_apart():
     one, two = bytes(32), b"\x01" * 32
     assert active_key(one, two).hex() == hashlib.sha256(one + two).hexdigest()
     assert len({active_key(a, b) for a in (one, two) for b in (one, two)}) == 4
+
+
+# -- prefix hashes ------------------------------------------------------------------------------------------------------
+
+SEED = b"\x11" * 32
+FIRST_BLOCK, END_AFTER_IT = (
+    bytes.fromhex("8b4fe897be8dd15edec4cb7ada69421a"),
+    bytes.fromhex("4019f6dc456e97130d1fab7d649638cf"),
+)
+
+
+def ids(*values):
+    return np.array(values, dtype=np.int32)
+
+
+def links(n_tokens, block_size, start_token=0):
+    """The links of a checkpoint of the token ids 1, 2, 3, …, as (n_tokens, prefix_hash)."""
+    fields = {field.name: None for field in dataclasses.fields(Checkpoint)}
+    named = {"fingerprint": SEED, "n_tokens": n_tokens, "start_token": start_token, "ckpt_no": 7}
+    made = links_of(Checkpoint(**{**fields, **named}), np.arange(1, n_tokens + 1, dtype=np.int32), block_size)
+    assert all((link.file_tokens, link.ckpt_no) == (n_tokens, 7) for link in made)
+    return {link.n_tokens: link.prefix_hash for link in made}
+
+
+def test_a_prefix_hash_is_that_of_the_hash_before_it_and_the_ids_of_its_block():
+    assert prefix_hashes(SEED, ids(1, 2, 3), 2) == [FIRST_BLOCK]
+    assert end_hashes(FIRST_BLOCK, ids(3)) == [END_AFTER_IT]
+    assert prefix_hashes(SEED, ids(1), 2) == []
+    assert end_hashes(SEED, ids(1, 2)) == [end_hashes(SEED, ids(1))[0], FIRST_BLOCK]
+    assert end_hashes(SEED, ids()) == []
+
+
+def test_a_prefix_hash_depends_on_every_id_before_it_and_on_the_model():
+    chain = prefix_hashes(SEED, ids(1, 2, 3, 4, 5, 6), 2)
+    assert len(set(chain)) == 3
+    assert prefix_hashes(SEED, ids(1, 2, 3, 9, 5, 6), 2)[0] == chain[0]
+    assert not set(prefix_hashes(SEED, ids(1, 9, 3, 4, 5, 6), 2)) & set(chain)
+    assert not set(prefix_hashes(b"\x12" * 32, ids(1, 2, 3, 4, 5, 6), 2)) & set(chain)
+
+
+def test_a_checkpoint_links_its_full_blocks_and_its_end():
+    assert list(links(9, 4)) == [4, 8, 9]
+    assert list(links(8, 4)) == [4, 8]
+    assert list(links(3, 4)) == [3]
+    assert links(3, 2) == {2: FIRST_BLOCK, 3: END_AFTER_IT}
+    assert links(9, 4)[8] == links(8, 4)[8], "an end at a block's edge is that block"
+
+
+def test_a_delta_leaves_the_links_before_its_start_to_its_parent():
+    whole = links(11, 4)
+    assert links(11, 4, start_token=4) == {n: whole[n] for n in (8, 11)}
+    assert links(11, 4, start_token=7) == {n: whole[n] for n in (8, 11)}
+    assert links(11, 4, start_token=9) == {11: whole[11]}

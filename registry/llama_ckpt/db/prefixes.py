@@ -20,6 +20,8 @@ from llama_ckpt.errors import BadInput
 from llama_ckpt.values import Checkpoint, PrefixLink
 
 DEFAULT_BLOCK_SIZE = 256
+_AT_MOST = sa.bindparam("at_most", type_=sa.Integer())
+_MOST_BINDS = 512  # Oracle takes 1,000 in a list
 
 
 def block_size(db: sa.Connection) -> int:
@@ -94,21 +96,47 @@ def _which_have_links(n: int) -> sa.CompoundSelect[Any]:
 
 def sharing(db: sa.Connection, prefix_hash: bytes, at_most: int) -> list[Checkpoint]:
     """The rows to offer that begin with this prefix, smallest first: a range of the primary key."""
-    query = offered().join(prefix, prefix.c.ckpt_no == meta.c.ckpt_no).where(prefix.c.prefix_hash == prefix_hash)
-    return rows_of(db, query.order_by(prefix.c.file_tokens, prefix.c.ckpt_no).limit(at_most))
+    return rows_of(db, _sharing(), {"prefix_hash": prefix_hash, "at_most": at_most})
+
+
+@functools.cache
+def _sharing() -> sa.Select[Any]:
+    its = sa.bindparam("prefix_hash", type_=prefix.c.prefix_hash.type)
+    query = offered().join(prefix, prefix.c.ckpt_no == meta.c.ckpt_no).where(prefix.c.prefix_hash == its)
+    return query.order_by(prefix.c.file_tokens, prefix.c.ckpt_no).limit(_AT_MOST)
 
 
 def ending_at(db: sa.Connection, hashes: Sequence[bytes], at_most: int) -> list[Checkpoint]:
     """The rows to offer that have one of these prefixes, longest prefix first. Meant for the hashes of ends inside a block,
-    which few rows share; one statement for up to 500.
+    which few rows share; one statement for up to 512, and one more for what it finds.
     """
-    found: list[Checkpoint] = []
-    for some in batches(hashes):
-        query = offered().join(prefix, prefix.c.ckpt_no == meta.c.ckpt_no).where(prefix.c.prefix_hash.in_(some))
-        found += rows_of(db, query.order_by(prefix.c.n_tokens.desc(), prefix.c.ckpt_no).limit(at_most))
-    return sorted(found, key=lambda row: (-row.n_tokens, row.ckpt_no))[:at_most]
+    found: list[int] = []
+    for i in range(0, len(hashes), _MOST_BINDS):
+        some = hashes[i : i + _MOST_BINDS]
+        n = 1 << (len(some) - 1).bit_length()  # of few lengths: each is a statement that the database must parse
+        asked = [*some, *[some[-1]] * (n - len(some))]
+        found += db.scalars(_which_begin_with(n), {f"hash_{j}": x for j, x in enumerate(asked)} | {"at_most": at_most})
+    if not found:
+        return []
+    rows = [row for some in batches(found) for row in rows_of(db, offered().where(meta.c.ckpt_no.in_(some)))]
+    return sorted(rows, key=lambda row: (-row.n_tokens, row.ckpt_no))[:at_most]
+
+
+@functools.cache
+def _which_begin_with(n: int) -> sa.Select[Any]:
+    """A statement that gives the numbers of rows with one of `n` hashes (`hash_0` and so on), longest prefix first."""
+    # Made once: making it anew, or an IN list that expands, would take longer than the look-up.
+    hashes = [sa.bindparam(f"hash_{i}", type_=prefix.c.prefix_hash.type) for i in range(n)]
+    query = sa.select(prefix.c.ckpt_no).where(prefix.c.prefix_hash.in_(hashes))
+    return query.order_by(prefix.c.n_tokens.desc(), prefix.c.ckpt_no).limit(_AT_MOST)
 
 
 def newest(db: sa.Connection, digest: bytes, at_most: int) -> list[Checkpoint]:
-    """The ACTIVE, unexpired rows of a fingerprint that were saved last, newest first."""
-    return rows_of(db, offered().where(meta.c.fingerprint == digest).order_by(meta.c.ckpt_no.desc()).limit(at_most))
+    """The rows to offer of a fingerprint that were saved last, newest first: of its last 64 rows, so that many STALE ones cost
+    nothing.
+    """
+    columns = sa.select(meta.c.ckpt_no, meta.c.status).where(meta.c.fingerprint == digest)
+    last = db.execute(columns.order_by(meta.c.ckpt_no.desc()).limit(64))
+    numbers = [row.ckpt_no for row in last if row.status == ACTIVE][:at_most]
+    rows = [row for some in batches(numbers) for row in rows_of(db, offered().where(meta.c.ckpt_no.in_(some)))]
+    return sorted(rows, key=lambda row: -row.ckpt_no)

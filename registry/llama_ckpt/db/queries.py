@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -120,12 +120,13 @@ def by_number(db: sa.Connection, ckpt_no: int) -> Checkpoint | None:
 
 def offered() -> sa.Select[Any]:
     """The statement for what may be offered: ACTIVE, unexpired rows."""
-    return sa.select(*_COLUMNS).where(meta.c.status == ACTIVE, _unexpired())
+    # An expression, so that no database takes the status's index and reads every ACTIVE row: another key is always better.
+    return sa.select(*_COLUMNS).where(sa.func.coalesce(meta.c.status, STALE) == ACTIVE, _unexpired())
 
 
-def rows_of(db: sa.Connection, query: sa.Select[Any]) -> list[Checkpoint]:
-    """What a statement made of `offered` gives."""
-    return [_checkpoint(row) for row in db.execute(query)]
+def rows_of(db: sa.Connection, query: sa.Select[Any], values: Mapping[str, object] | None = None) -> list[Checkpoint]:
+    """What a statement made of `offered` gives, for `values` of its parameters."""
+    return [_checkpoint(row) for row in db.execute(query, values)]
 
 
 def _unexpired() -> sa.ColumnElement[bool]:
@@ -379,7 +380,7 @@ def set_pinned(db: sa.Connection, checkpoint_id: str, pinned: bool) -> None:
 
 
 def _checkpoint(row: sa.Row[Any]) -> Checkpoint:
-    values = row._asdict()
+    values = dict(zip(row._fields, row, strict=True))
     values["memory_kind"] = MemoryKind(values["memory_kind"])
     values["status"] = Status(values["status"])
     values["stale_reason"] = None if values["stale_reason"] is None else StaleReason(values["stale_reason"])

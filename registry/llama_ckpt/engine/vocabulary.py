@@ -27,7 +27,7 @@ class LlamaCppVocabulary:
     """The vocabulary of a GGUF file, read by llama.cpp without the weights: some tens of milliseconds, whatever the model's size.
 
     Raises:
-        BadInput: the file is not there, or llama.cpp cannot load it.
+        BadInput: the file is not there, llama.cpp cannot load it, or it has no vocabulary.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -37,6 +37,8 @@ class LlamaCppVocabulary:
             self._model = _internals.LlamaModel(path_model=str(Path(path)), params=params, verbose=False)
         except (ValueError, RuntimeError) as error:
             raise BadInput(what="model file", value=str(path), reason=f"llama.cpp cannot load it: {error}") from error
+        if llama_cpp.llama_vocab_type(self._model.vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
+            raise BadInput(what="model file", value=str(path), reason="it has no vocabulary")  # to ask it would abort
 
     def token_ids(self, text: str) -> TokenIds:
         """The token ids of a text, the same that `LlamaCppEngine` gives; shape `[n_tokens]`.
