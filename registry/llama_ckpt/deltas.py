@@ -26,7 +26,7 @@ from llama_ckpt.fingerprint import TokenIds, tokens_hash
 from llama_ckpt.formats import kv_edit
 from llama_ckpt.parts import Parts
 from llama_ckpt.payloads import Asked, Reading, cells_of
-from llama_ckpt.values import Checkpoint, Outcome, StaleReason
+from llama_ckpt.values import Checkpoint, MemoryKind, Outcome, StaleReason
 
 log = logging.getLogger("llama_ckpt")
 
@@ -49,7 +49,7 @@ def base_of(
     damaged on the way goes STALE; any other trouble only means that nothing is shared.
     """
     at_least = max(parts.min_match_tokens, math.ceil(MIN_SHARE * len(token_ids)))
-    if parts.max_depth == 0 or len(token_ids) < at_least:
+    if engine.memory_kind is not MemoryKind.FULL or parts.max_depth == 0 or len(token_ids) < at_least:
         return None
     question = Question(
         of_input=tokens_hash(token_ids), token_ids=token_ids, fingerprint=engine.fingerprint, at_least=at_least

@@ -41,8 +41,8 @@ def reuse(engine: WrappingEngine) -> Diagnosis:
     Raises:
         EngineFailed: the engine cannot even evaluate, or gives no state.
     """
-    if engine.memory_kind is not MemoryKind.FULL:
-        detail = f"it keeps {engine.memory_kind} memory, and this version saves full attention caches only"
+    if engine.layout is None:
+        detail = f"its {engine.memory_kind} memory has a layout that is not known here"
         return warn(NAME, detail, "warm evaluates its inputs each time, and saves nothing")
     ids = engine.token_ids(_TEXT)
     if len(ids) < 2 * _N_PREFIX:
@@ -59,12 +59,15 @@ def reuse(engine: WrappingEngine) -> Diagnosis:
         engine.load(state, prefix)
         if not np.array_equal(engine.held_token_ids(), prefix):
             return fail(NAME, f"after the load it holds other tokens than the state's {_N_PREFIX}", _PRETENDS)
-        engine.evaluate(prefix, n_kept=_N_PREFIX - 1)
+        pairs = {}
+        if engine.memory_kind is MemoryKind.FULL:  # any other memory cannot take its last token back
+            engine.evaluate(prefix, n_kept=_N_PREFIX - 1)
+            pairs["at once"] = (cold, _next(engine))
     except EngineFailed as error:
         return fail(NAME, f"it refuses its own state: {error}", _PRETENDS)
-    warm, warm_more = _next(engine), _after(engine, more)
+    pairs["two tokens on"] = (cold_more, _after(engine, more))
     engine.evaluate(ids[: _N_PREFIX + _N_MORE])
-    return _verdict(unlike, {"at once": (cold, warm), "two tokens on": (cold_more, warm_more)}, _next(engine))
+    return _verdict(unlike, pairs, _next(engine))
 
 
 def _verdict(unlike: float, pairs: dict[str, tuple[Logits, Logits]], whole: Logits) -> Diagnosis:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from llama_ckpt import admission
 from llama_ckpt.deltas import Base, base_of
 from llama_ckpt.engine import Engine
-from llama_ckpt.errors import Conflict, EngineStateMismatch, Unsupported
+from llama_ckpt.errors import Conflict, EngineStateMismatch
 from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash, text_bytes, tokens_hash
 from llama_ckpt.formats import container, kv_edit, kv_state
@@ -50,7 +50,7 @@ class Captured:
     """The state of an input that belongs to an engine's model. `written_by` is metadata that tells who computed it.
 
     Raises:
-        Unsupported: the state is not of full attention with one cell for each token.
+        Unsupported: the state is not of these tokens: of full attention one cell for each, of other memory up to the last.
     """
 
     engine: Engine
@@ -60,14 +60,16 @@ class Captured:
     written_by: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        kv_state.require_plain_sequence(kv_state.parse(self.payload), len(self.token_ids))
+        require = kv_state.require_plain_sequence if self.is_sliceable else kv_state.require_whole_sequence
+        require(kv_state.parse(self.payload), len(self.token_ids))
+
+    @property
+    def is_sliceable(self) -> bool:
+        """Whether a part of it is a state, too."""
+        return self.engine.memory_kind is MemoryKind.FULL
 
 
 def _captured(engine: Engine, of_input: bytes, token_ids: TokenIds) -> Captured:
-    if engine.memory_kind is not MemoryKind.FULL:
-        raise Unsupported(
-            what=f"saving {engine.memory_kind} memory", reason="this version saves full attention caches only"
-        )
     return Captured(
         engine=engine,
         of_input=of_input,
@@ -178,7 +180,7 @@ def _head(captured: Captured, payload: memoryview, base: Base | None) -> tuple[b
     engine, start = captured.engine, base.start_token if base else 0
     state = kv_state.parse(payload)
     header = container.Header(
-        flags=container.FLAG_SLICEABLE | (container.FLAG_DELTA if base else 0),
+        flags=(container.FLAG_SLICEABLE if captured.is_sliceable else 0) | (container.FLAG_DELTA if base else 0),
         seq_len=len(captured.token_ids),
         start_token=start,
         n_layer=state.n_layer,

@@ -169,7 +169,7 @@ def test_sequence_0_of_a_context_and_cells_with_places_are_adopted(registry, tin
 def test_files_of_other_memory_are_refused(registry, engine_for, name):
     (found,) = adopt(registry.parts, [samples.SAMPLES / name], AdoptOptions(engine_for=engine_for))
     assert found.outcome is AdoptOutcome.REFUSED
-    assert "full attention caches only" in found.reason
+    assert "full attention caches only are adopted" in found.reason
 
 
 # -- whose state it is ----------------------------------------------------------------------------------------------------

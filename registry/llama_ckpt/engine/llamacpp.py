@@ -18,7 +18,7 @@ import platformdirs
 from llama_ckpt.digests import FileDigests, identity_of, weights_digest_of
 from llama_ckpt.engine import Progress, no_progress
 from llama_ckpt.engine.vocabulary import completion_ids, text_of
-from llama_ckpt.errors import BadInput, EngineFailed, EngineMissing, EngineStateMismatch
+from llama_ckpt.errors import BadInput, EngineFailed, EngineMissing, EngineStateMismatch, Unsupported
 from llama_ckpt.fingerprint import TokenIds, fingerprint
 from llama_ckpt.formats import kv_state
 from llama_ckpt.formats.ggml_types import is_quantised
@@ -84,7 +84,7 @@ class LlamaCppEngine:
         self.n_ctx = min(llama.n_ctx(), len(llama.input_ids))
         self._memory = llama_cpp.llama_get_memory(llama.ctx)
         self._digests = digests or FileDigests(platformdirs.user_cache_path("llama-ckpt") / "digests.json")
-        probe = self._probe() if self.memory_kind is MemoryKind.FULL else None
+        probe = self._probe()
         self.layout = probe.layout if probe else None
         self.dimensions = ModelDimensions(
             n_layer=probe.n_layer if probe else llama_cpp.llama_model_n_layer(llama.model),
@@ -122,15 +122,22 @@ class LlamaCppEngine:
 
     # -- what the engine is ------------------------------------------------------------------------------------------
 
-    def _probe(self) -> kv_state.KvState:
-        """A state of this context, parsed: of what it holds, or of one token that is decoded and taken away again."""
-        if self.llama.n_tokens:
-            return kv_state.parse(self.capture())
-        self._eval(np.array([max(self.llama.token_bos(), 0)], dtype=np.int32))
+    def _probe(self) -> kv_state.KvState | None:
+        """A state of this context, parsed: of what it holds, or of one token that is decoded and taken away again. None for memory
+        other than full attention in a layout not known here: it can be evaluated, and not be saved.
+        """
+        held = self.llama.n_tokens
+        if not held:
+            self._eval(np.array([max(self.llama.token_bos(), 0)], dtype=np.int32))
         try:
             return kv_state.parse(self.capture())
+        except Unsupported:
+            if self.memory_kind is MemoryKind.FULL:
+                raise
+            return None
         finally:
-            self._forget(clear_data=False)
+            if not held:
+                self._forget(clear_data=False)
 
     def _fingerprint(self, path: Path, probe: kv_state.KvState | None, progress: Progress) -> Fingerprint:
         params, llama = self.llama.context_params, self.llama
@@ -225,12 +232,11 @@ class LlamaCppEngine:
         got = llama_cpp.llama_state_seq_set_data(self.llama.ctx, pointer, data.nbytes, _SEQ)
         if got != data.nbytes:
             raise EngineFailed(reason=f"it took {got} of {data.nbytes} bytes of state")
-        span = (
-            llama_cpp.llama_memory_seq_pos_min(self._memory, _SEQ),
-            llama_cpp.llama_memory_seq_pos_max(self._memory, _SEQ),
-        )
-        if span != (0, n_tokens - 1):
-            raise EngineFailed(reason=f"after loading {n_tokens} tokens it holds positions {span[0]} to {span[1]}")
+        first = llama_cpp.llama_memory_seq_pos_min(self._memory, _SEQ)
+        last = llama_cpp.llama_memory_seq_pos_max(self._memory, _SEQ)
+        # A window, or a recurrent state, does not hold the first positions any more.
+        if last != n_tokens - 1 or (first != 0 and self.memory_kind is MemoryKind.FULL):
+            raise EngineFailed(reason=f"after loading {n_tokens} tokens it holds positions {first} to {last}")
 
     def evaluate(self, token_ids: TokenIds, progress: Progress = no_progress, *, n_kept: int = 0) -> None:
         """Brings the `Llama` to the state of `token_ids`, of which the first `n_kept` are held already; `progress` hears tokens

@@ -66,7 +66,10 @@ def _agreeing(contents: container.Contents, name: str) -> CheckpointFile:
     header = contents.header
     try:
         state = kv_state.parse(contents.payload)
-        kv_state.require_plain_sequence(state, header.seq_len, header.start_token)
+        if header.flags & container.FLAG_SLICEABLE:
+            kv_state.require_plain_sequence(state, header.seq_len, header.start_token)
+        else:
+            kv_state.require_whole_sequence(state, header.seq_len)
         identity = fingerprint_of(contents)
     except (Unsupported, BadInput) as error:
         raise CorruptFile(path=name, check="Structure", reason=str(error)) from error

@@ -231,3 +231,21 @@ def require_plain_sequence(state: KvState, n_tokens: int, start: int = 0) -> Non
         raise Unsupported(what="this state", reason=f"its positions are not {start} to {n_tokens - 1}, once each")
     if why := not_sliceable(state):
         raise Unsupported(what="this state", reason=why)
+
+
+def require_whole_sequence(state: KvState, n_tokens: int) -> None:
+    """Holds a state that cannot be cut (sliding windows, recurrent memory) to what `n_tokens` evaluated tokens leave: every part
+    of it ends with the last of them, and holds none twice.
+
+    Raises:
+        Unsupported: a part that holds nothing, ends elsewhere, or has a position twice.
+    """
+    parts = [stream.positions for cache in state.caches for stream in cache.streams]
+    if any(len(cache.streams) != 1 for cache in state.caches) or (not parts and state.recurrent is None):
+        raise Unsupported(what="this state", reason="a part of it holds nothing, or more than one sequence")
+    if state.recurrent is not None:
+        parts.append(state.recurrent.positions)
+    for positions in parts:
+        last = int(positions.max()) if len(positions) else -1
+        if last != n_tokens - 1 or len(np.unique(positions)) != len(positions) or int(positions.min()) < 0:
+            raise Unsupported(what="this state", reason=f"a part of it ends with position {last}, of {n_tokens} tokens")

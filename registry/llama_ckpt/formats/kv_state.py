@@ -32,6 +32,7 @@ from llama_ckpt.formats.kv_layout import (
     Stream,
     not_sliceable,
     require_plain_sequence,
+    require_whole_sequence,
 )
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "parse_body",
     "prefix",
     "require_plain_sequence",
+    "require_whole_sequence",
     "type_name",
 ]
 

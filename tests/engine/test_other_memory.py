@@ -1,0 +1,91 @@
+"""Sliding windows, recurrent and hybrid memory: a checkpoint serves what begins with all of it, to the bit, and nothing else."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from support import tiny_models
+
+from llama_ckpt.engine.llamacpp import LlamaCppEngine
+from llama_ckpt.registry import Registry
+from llama_ckpt.values import MemoryKind, Outcome, SaveOutcome
+from llama_ckpt.verify import Verifier, all_ok
+
+IDS = np.random.default_rng(1).integers(3, 30, 60).astype(np.int32)
+OTHER = IDS[::-1].copy()
+
+
+@pytest.fixture(scope="module", params=["swa", "swa, window only", "recurrent", "hybrid"])
+def engine(request, tmp_path_factory):
+    """A tiny model of each kind; of sliding windows one whose cache holds no more than the window."""
+    kind, _, windowed = request.param.partition(", ")
+    path = tiny_models.write(tmp_path_factory.mktemp("models") / f"{kind}.gguf", kind)
+    return LlamaCppEngine.from_path(path, n_ctx=256, logits_all=True, **({"swa_full": False} if windowed else {}))
+
+
+@pytest.fixture
+def registry(tmp_path):
+    with Registry.open(store=tmp_path / "store") as opened:
+        yield opened
+        assert all(all_ok(checks) for _, checks in Verifier(opened.database, opened.store).everything())
+
+
+def logits(engine):
+    return np.array(engine.llama.scores[engine.llama.n_tokens - 1])
+
+
+def test_a_checkpoint_goes_on_with_the_cold_runs_logits(registry, engine):
+    assert engine.memory_kind is not MemoryKind.FULL
+    engine.evaluate(IDS[:50])
+    row = registry.save(engine, IDS[:50]).checkpoint
+    assert (row.memory_kind, row.parent_no) == (engine.memory_kind, None)
+    engine.evaluate(IDS, n_kept=50)
+    cold = logits(engine)
+    engine.evaluate(OTHER)
+    back = registry.restore(engine, IDS)
+    assert (back.outcome, back.n_restored, back.n_evaluated) == (Outcome.HIT, 50, 0)
+    engine.evaluate(IDS, n_kept=50)
+    assert np.array_equal(logits(engine), cold)
+
+
+@pytest.mark.parametrize(
+    "asked", [IDS[:50], IDS[:40], np.append(IDS[:45], OTHER[:10])], ids=["equal", "shorter", "parts"]
+)
+def test_what_does_not_begin_with_all_of_it_and_go_on_is_no_match_and_leaves_the_engine_alone(registry, engine, asked):
+    engine.evaluate(IDS[:50])
+    registry.save(engine, IDS[:50])
+    engine.evaluate(OTHER)
+    back = registry.restore(engine, asked)
+    assert back.outcome is Outcome.NO_MATCH
+    assert "cannot be cut" in back.reason
+    assert np.array_equal(engine.held_token_ids(), OTHER)
+
+
+def test_the_same_input_is_saved_once(registry, engine):
+    engine.evaluate(IDS[:50])
+    assert registry.save(engine, IDS[:50]).outcome is SaveOutcome.SAVED
+    assert registry.save(engine, IDS[:50]).outcome is SaveOutcome.DEDUPLICATED
+
+
+def test_longer_checkpoints_of_it_are_written_whole(registry, engine):
+    for n in (30, 50):
+        engine.evaluate(IDS[:n])
+        assert registry.save(engine, IDS[:n]).checkpoint.parent_no is None
+
+
+@pytest.mark.skipif(
+    "LLAMA_CKPT_TEST_SWA_GGUF" not in os.environ, reason="no LLAMA_CKPT_TEST_SWA_GGUF names a real model"
+)
+def test_a_real_sliding_window_model_goes_on_from_its_checkpoint(registry):
+    engine = LlamaCppEngine.from_path(os.environ["LLAMA_CKPT_TEST_SWA_GGUF"], n_ctx=2048, logits_all=True)
+    ids = engine.token_ids("The weather station on the hill reports wind from the north-west, and rain. " * 60)[:1000]
+    engine.evaluate(ids[:900])
+    registry.save(engine, ids[:900])
+    engine.evaluate(ids, n_kept=900)
+    cold = logits(engine)
+    engine.evaluate(ids[::-1].copy())
+    assert registry.restore(engine, ids).n_restored == 900
+    engine.evaluate(ids, n_kept=900)
+    assert np.array_equal(logits(engine), cold)
