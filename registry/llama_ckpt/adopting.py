@@ -207,7 +207,9 @@ class _Adopter:
         if found.version == legacy.VERSION and found.format == "LLAM":
             raise Unsupported(what=f"adopting {path}", reason=found.why_not)
         if found.memory not in (None, MemoryKind.FULL.value):  # None: damaged, and its reader will say how
-            reason = "; ".join((f"it has {found.memory} memory, and full attention caches only are adopted", *found.notes))
+            reason = "; ".join(
+                (f"it has {found.memory} memory, and full attention caches only are adopted", *found.notes)
+            )
             raise Unsupported(what=f"adopting {path}", reason=reason)
         return self._llam(path, view) if found.format == "LLAM" else self._engine_file(path, view)
 

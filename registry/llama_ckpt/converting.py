@@ -87,9 +87,7 @@ def convert(
 
 def _require_fit(engine: Engine, name: str, context_is_known: bool) -> None:
     if engine.memory_kind is not MemoryKind.FULL:
-        raise Unsupported(
-            what=f"adopting {engine.memory_kind} memory", reason="full attention caches only are adopted"
-        )
+        raise Unsupported(what=f"adopting {engine.memory_kind} memory", reason="full attention caches only are adopted")
     if "rope_factors" in engine.fingerprint.fields and not context_is_known:
         reason = "the model's rope factors depend on the context's length: say with --n-ctx what the file's context had"
         raise BadInput(what="file", value=name, reason=reason)

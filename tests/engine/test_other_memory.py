@@ -13,6 +13,7 @@ from llama_ckpt.registry import Registry
 from llama_ckpt.values import MemoryKind, Outcome, SaveOutcome
 from llama_ckpt.verify import Verifier, all_ok
 
+SWA_GGUF = os.environ.get("LLAMA_CKPT_TEST_SWA_GGUF")  # read before clean_environment takes it away
 IDS = np.random.default_rng(1).integers(3, 30, 60).astype(np.int32)
 OTHER = IDS[::-1].copy()
 
@@ -75,11 +76,9 @@ def test_longer_checkpoints_of_it_are_written_whole(registry, engine):
         assert registry.save(engine, IDS[:n]).checkpoint.parent_no is None
 
 
-@pytest.mark.skipif(
-    "LLAMA_CKPT_TEST_SWA_GGUF" not in os.environ, reason="no LLAMA_CKPT_TEST_SWA_GGUF names a real model"
-)
+@pytest.mark.skipif(SWA_GGUF is None, reason="no LLAMA_CKPT_TEST_SWA_GGUF names a real model")
 def test_a_real_sliding_window_model_goes_on_from_its_checkpoint(registry):
-    engine = LlamaCppEngine.from_path(os.environ["LLAMA_CKPT_TEST_SWA_GGUF"], n_ctx=2048, logits_all=True)
+    engine = LlamaCppEngine.from_path(SWA_GGUF, n_ctx=2048, logits_all=True)
     ids = engine.token_ids("The weather station on the hill reports wind from the north-west, and rain. " * 60)[:1000]
     engine.evaluate(ids[:900])
     registry.save(engine, ids[:900])

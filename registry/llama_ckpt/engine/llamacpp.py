@@ -123,8 +123,8 @@ class LlamaCppEngine:
     # -- what the engine is ------------------------------------------------------------------------------------------
 
     def _probe(self) -> kv_state.KvState | None:
-        """A state of this context, parsed: of what it holds, or of one token that is decoded and taken away again. None for memory
-        other than full attention in a layout not known here: it can be evaluated, and not be saved.
+        """A state of this context, parsed: of what it holds, or of one token that is decoded and taken away again. None for
+        memory other than full attention in a layout not known here: it can be evaluated, and not be saved.
         """
         held = self.llama.n_tokens
         if not held:
