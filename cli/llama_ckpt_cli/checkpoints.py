@@ -1,4 +1,4 @@
-"""Commands about checkpoints: warm, match, ls, show, pin, unpin, rm."""
+"""Commands about checkpoints: warm, match, ls, show, pin, unpin, rm, flatten."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def add_to(app: typer.Typer) -> None:
     command(app, "pin")(pin)
     command(app, "unpin")(unpin)
     command(app, "rm")(rm)
+    command(app, "flatten")(flatten)
 
 
 def warm(
@@ -198,13 +199,15 @@ def show(session: Session, checkpoint_id: Annotated[str, typer.Argument(help="An
         c = registry.get(checkpoint_id)
         path = registry.store.root / c.file_path
         models = [m for m in registry.models() if m.fingerprint.digest == c.fingerprint]
+        parent = "" if c.parent_no is None else registry.parent_of(c).id
     pairs = {
         "id": c.id,
         "status": c.status.value + (f": {c.stale_reason}, {when(c.stale_us)}" if c.stale_reason else ""),
         "model": c.model_name,
         "input SHA-256": c.input_hash.hex(),
         "tokens": f"{c.n_tokens} ({c.memory_kind} memory)",
-        "file": f"{path} ({size(c.file_size)})",
+        "stands on": None if c.parent_no is None else f"{parent} for its first {c.start_token} tokens",
+        "file": "none: all of its cells are in what it stands on" if c.is_covered else f"{path} ({size(c.file_size)})",
         "payload CRC-32": f"{c.payload_crc32:08x}",
         "fingerprint": c.fingerprint.hex(),
         **{f"  {k}": v for m in models for k, v in m.fingerprint.fields.items()},
@@ -233,6 +236,11 @@ def unpin(session: Session, ids: Ids) -> None:
 def rm(session: Session, ids: Ids) -> None:
     """Offer checkpoints no more: they become STALE, and gc frees their files after the grace."""
     _each(session, ids, "remove", "STALE ({reason}); gc frees it after the grace")
+
+
+def flatten(session: Session, ids: Ids) -> None:
+    """Make deltas whole: each gets a file with all of its cells, so that what it stood on can be removed."""
+    _each(session, ids, "flatten", "whole")
 
 
 def _each(session: Session, ids: list[str], verb: str, done: str) -> None:

@@ -57,6 +57,7 @@ def demo(
         story.read_padded()
         story.refuse_damaged()
         story.collect()
+        story.share_prefix()
         story.tell()
 
 
@@ -242,6 +243,26 @@ class Story:
         whole = len(checked) == 1 and all(all_ok(checks) for _, checks in checked) and not verifier.findings()
         self.check("verify", whole, ", ".join(str(check) for _, checks in checked for check in checks))
 
+    def share_prefix(self) -> None:
+        """Another question about the same document: the document is restored, the question evaluated, its cells alone written."""
+        document = self.prompt.rpartition("Question:")[0]
+        other = f"{document}Question: on which days did it rain?\nAnswer:"
+        warm = self.registry.warm(self.engine, other, label="demo")
+        row = warm.save.checkpoint if warm.save else None
+        self.check(
+            "another question, prefix shared",
+            warm.n_restored > warm.n_evaluated,
+            f"{warm.n_restored} tokens restored, {warm.n_evaluated} evaluated, {span(warm.elapsed_s)}",
+        )
+        is_delta = row is not None and row.parent_no is not None
+        self.check(
+            "saved as a delta", is_delta, f"{size(row.file_size)} for {row.n_tokens} tokens" if row else "not saved"
+        )
+        tokens = continuation(self.engine, other)
+        self.engine.evaluate(self.engine.token_ids(other))
+        self.check("continued as a cold run", tokens == continuation(self.engine, other), f"{N_CONTINUED} tokens")
+        self.figures |= {"shared_s": warm.elapsed_s, "delta_bytes": row.file_size if row else 0}
+
     def tell(self) -> None:
         """The table, and a failure if a step failed."""
         from llama_ckpt.errors import VerifyFailed
@@ -259,6 +280,13 @@ class Story:
             ],
             ["save, durable", span(f["save_s"] or 0), "-", "-", f"{f['bytes']:,}"],
             ["save again, deduplicated", "-", span(f["deduplicated_s"]), "-", "0"],
+            [
+                "another question about it",
+                "-",
+                span(f["shared_s"]),
+                f"{cold / f['shared_s']:.0f} x",
+                f"{f['delta_bytes']:,}",
+            ],
         ]
         columns = ["what", "cold", "restored", "ratio", "bytes"]
         value = {"figures": {**f, "ratio": ratio}, "steps": self.steps}

@@ -119,6 +119,7 @@ class Session:
             drop_page_cache=flag(self.value("drop_page_cache"), "drop_page_cache"),
             policy=self.policy(),
             min_match_tokens=count(self.value("min_match_tokens"), "--min-match-tokens"),
+            delta_depth=count(self.value("delta_depth"), "--delta-depth"),
         )
 
     @contextmanager

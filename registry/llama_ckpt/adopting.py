@@ -30,12 +30,13 @@ from llama_ckpt.errors import (
     StoreUnavailable,
     Unsupported,
 )
-from llama_ckpt.files import TEMPORARY_SUFFIX, path_of
+from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import TokenIds, tokens_hash
 from llama_ckpt.formats import engine_files, legacy
 from llama_ckpt.parts import Parts
 from llama_ckpt.registering import SaveOptions, claim_store, clean_name, register, register_orphan, row_of, usable
 from llama_ckpt.values import Checkpoint, MemoryKind, NewCheckpoint, RegisteredModel, SaveOutcome, Status
+from llama_ckpt.walking import TEMPORARY_SUFFIX
 
 log = logging.getLogger("llama_ckpt")
 

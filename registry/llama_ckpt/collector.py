@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 from llama_ckpt import explaining, retention
 from llama_ckpt.db import collecting, coordination, queries
 from llama_ckpt.errors import Busy, StoreUnavailable, UnsafePath
-from llama_ckpt.files import QUARANTINE
 from llama_ckpt.gc_values import Disk, GcItem, GcKind, GcPlan, GcReport, GcRun, RuleOpinion, Sweep, Verdict
 from llama_ckpt.parts import Parts
 from llama_ckpt.planning import Planner
 from llama_ckpt.retention import Policy
 from llama_ckpt.values import Checkpoint, StaleReason
+from llama_ckpt.walking import QUARANTINE
 
 log = logging.getLogger("llama_ckpt")
 

@@ -20,6 +20,7 @@ DEFAULTS: Mapping[str, str] = {
     "store": "",
     "drop_page_cache": "false",
     "min_match_tokens": "16",
+    "delta_depth": "8",
     "stale_grace": "24h",
     "ghost_grace": "1h",
     "max_age": "",

@@ -49,7 +49,7 @@ def base_of(
     damaged on the way goes STALE; any other trouble only means that nothing is shared.
     """
     at_least = max(parts.min_match_tokens, math.ceil(MIN_SHARE * len(token_ids)))
-    if engine.memory_kind is not MemoryKind.FULL or parts.max_depth == 0 or len(token_ids) < at_least:
+    if engine.memory_kind is not MemoryKind.FULL or parts.delta_depth == 0 or len(token_ids) < at_least:
         return None
     question = Question(
         of_input=tokens_hash(token_ids), token_ids=token_ids, fingerprint=engine.fingerprint, at_least=at_least
@@ -68,7 +68,7 @@ def base_of(
         return None
     # The cell before the first own one lies in the parent's own file: what stands above it is not needed.
     below = [one for one in chain if one.start_token < n_shared]
-    return None if len(below) > parts.max_depth else Base(below[-1], n_shared)
+    return None if len(below) > parts.delta_depth else Base(below[-1], n_shared)
 
 
 def _n_equal(parts: Parts, engine: Engine, row: Checkpoint, shared: TokenIds, state: memoryview) -> int:

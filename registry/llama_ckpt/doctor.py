@@ -20,11 +20,12 @@ from llama_ckpt.diagnosis import Diagnosis, Level, count, fail, guarded, not_che
 from llama_ckpt.doctor_database import DatabaseReport, examine_database
 from llama_ckpt.doctor_store import examine_store, is_folder
 from llama_ckpt.errors import BadInput, LlamaCkptError
-from llama_ckpt.files import MARKER, Entry, Store
+from llama_ckpt.files import MARKER, Store
 from llama_ckpt.owners import Owner
 from llama_ckpt.policies import policy_of
 from llama_ckpt.retention import Policy
 from llama_ckpt.reuse import WrappingEngine
+from llama_ckpt.walking import Entry
 
 __all__ = ["Diagnosis", "Level", "examine", "worst"]
 

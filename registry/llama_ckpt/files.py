@@ -12,13 +12,11 @@ import contextlib
 import errno
 import json
 import os
-import re
 import shutil
 import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from llama_ckpt import owners
@@ -36,16 +34,9 @@ from llama_ckpt.disk import (
     write_all,
 )
 from llama_ckpt.errors import FileMissing, StoreFull, StoreUnavailable, UnsafePath
+from llama_ckpt.walking import PATH, QUARANTINE, SUFFIX, TEMPORARY_SUFFIX, Entry, walk
 
 MARKER = "llama-ckpt-store.json"
-SUFFIX = ".llam"
-TEMPORARY_SUFFIX = ".tmp"
-QUARANTINE = "quarantine"
-_PATH = re.compile(
-    rf"((?P<a>[0-9a-f]{{2}})/(?P<b>[0-9a-f]{{2}})/(?P<id>(?P=a)(?P=b)[0-9a-f]{{28}})(?P<suffix>\.llam|(\.(?P<owner>{owners.TAG}))?\.tmp)"
-    rf"|{QUARANTINE}/[0-9a-f]{{32}}\.llam)"
-)
-_SHARD = re.compile(r"[0-9a-f]{2}")
 _HEAD = 256
 
 StepHook = Callable[[str], None]
@@ -53,20 +44,6 @@ StepHook = Callable[[str], None]
 
 def no_hook(_step: str) -> None:
     """The hook of everyday runs: tests put one in its place that raises or exits at a named step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One thing found in the store. `kind` is "checkpoint", "temporary", "quarantined" or "foreign"; times in ns since 1970.
-    `owner` is the tag of the process that writes a temporary.
-    """
-
-    path: str
-    kind: str
-    size_bytes: int
-    mtime_ns: int
-    detail: str = ""
-    owner: str = ""
 
 
 def path_of(checkpoint_id: str) -> str:
@@ -388,18 +365,12 @@ class Store:
         Raises:
             StoreUnavailable: a folder cannot be listed. A partial list is never taken for a whole one.
         """
-        root = str(self.root)
         with told(self.root):
-            for a in _shards(root):
-                for b in _shards(f"{root}/{a}"):
-                    yield from _entries(f"{root}/{a}/{b}", f"{a}/{b}")
-            aside = self.root / QUARANTINE
-            if aside.is_dir() and not aside.is_symlink():
-                yield from _entries(str(aside), QUARANTINE)
+            yield from walk(self.root)
 
     def _locate(self, relative: str) -> str:
         """A path as text: gc asks for one per file, and `Path` would take as long as the system's work."""
-        if not _PATH.fullmatch(relative):
+        if not PATH.fullmatch(relative):
             raise UnsafePath(path=relative, reason="not a path that this store gives")
         folder = os.fspath(self.root)
         for part in relative.split("/")[:-1]:
@@ -419,28 +390,3 @@ def _require_plain_folder(folder: str | Path) -> None:
             raise
     if not stat.S_ISDIR(mode):
         raise UnsafePath(path=folder, reason="it is a symlink or no folder")
-
-
-def _shards(folder: str) -> list[str]:
-    """The names of a folder's shards, in order. A store has up to 65,536 of them: paths are put together as text."""
-    with os.scandir(folder) as entries:
-        return sorted(e.name for e in entries if _SHARD.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
-
-
-def _entries(folder: str, relative: str) -> Iterator[Entry]:
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda e: e.name):
-            with contextlib.suppress(FileNotFoundError):  # renamed or removed between the listing and here
-                yield _entry(entry.stat(follow_symlinks=False), f"{relative}/{entry.name}")
-
-
-def _entry(found: os.stat_result, relative: str) -> Entry:
-    match = _PATH.fullmatch(relative)
-    if not stat.S_ISREG(found.st_mode):
-        return Entry(relative, "foreign", 0, found.st_mtime_ns, "not a regular file")
-    if match is None:
-        return Entry(relative, "foreign", found.st_size, found.st_mtime_ns, "not a name of ours")
-    if match["id"] is None:
-        return Entry(relative, "quarantined", found.st_size, found.st_mtime_ns)
-    kind = "checkpoint" if match["suffix"] == SUFFIX else "temporary"
-    return Entry(relative, kind, found.st_size, found.st_mtime_ns, owner=match["owner"] or "")

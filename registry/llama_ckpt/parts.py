@@ -13,7 +13,7 @@ from llama_ckpt.metrics import MetricsSink, NullSink
 from llama_ckpt.retention import Policy
 from llama_ckpt.values import Checkpoint, StaleReason
 
-DEFAULT_MAX_DEPTH = 8
+DEFAULT_DELTA_DEPTH = 8
 
 log = logging.getLogger("llama_ckpt")
 
@@ -22,7 +22,7 @@ log = logging.getLogger("llama_ckpt")
 class Parts:
     """A database, a store, and where counts and steps are told. `hook` hears the name of each step that a crash could
     follow; tests stop there. `policy` limits what saves may take. `block_size` is that of the prefix hashes, stored with the
-    registry; `min_match_tokens` the count below which a shared prefix is no match; `max_depth` how many checkpoints a delta may
+    registry; `min_match_tokens` the count below which a shared prefix is no match; `delta_depth` how many checkpoints a delta may
     stand on, 0 for no deltas.
     """
 
@@ -34,7 +34,7 @@ class Parts:
     policy: Policy = Policy()  # noqa: RUF009 - frozen
     block_size: int = prefixes.DEFAULT_BLOCK_SIZE
     min_match_tokens: int = DEFAULT_MIN_TOKENS
-    max_depth: int = DEFAULT_MAX_DEPTH
+    delta_depth: int = DEFAULT_DELTA_DEPTH
 
     def require_store(self) -> None:
         """Holds the store to its marker before an absent file is taken for a lost one: an unmounted folder, or a wrong one,

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from llama_ckpt import owners
 from llama_ckpt.db import collecting, queries
 from llama_ckpt.errors import CorruptFile, EvidenceRefused, StoreUnavailable, UnsafePath
-from llama_ckpt.files import Entry
 from llama_ckpt.formats import container
 from llama_ckpt.gc_values import Finding, FindingKind, GcItem, GcKind, GcPlan, SeenRow, StoredFile
 from llama_ckpt.owners import Owner
 from llama_ckpt.parts import Parts
 from llama_ckpt.values import StaleReason, Status
+from llama_ckpt.walking import Entry
 
 _FEW = 10  # below so many files a share says nothing
 _SHARE = 0.2

@@ -120,7 +120,7 @@ def test_states_of_another_model_or_layout_share_nothing(blocks_of_four, save):
 
 
 def test_a_registry_without_deltas_writes_every_state_full(registry, engine):
-    full = Registry(replace(registry.parts, max_depth=0))
+    full = Registry(replace(registry.parts, delta_depth=0))
     for ids in (STORY, [*STORY, 7]):
         engine.evaluate(ids)
         assert full.save(engine, ids).checkpoint.parent_no is None
