@@ -12,12 +12,16 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from llama_ckpt.errors import BadInput, FileMissing, LlamaCkptError, StoreFull, StoreUnavailable, UnsafePath
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # Of copy_file_range: another file system on an older kernel, one that cannot, a system without it, a sandbox.
 _NO_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 _CHUNK = 1 << 26
+_PAGE = 4096
+_LEAST_HOLE = 16
 
 
 @contextlib.contextmanager
@@ -93,6 +97,30 @@ def write_all(fd: int, data: memoryview) -> None:
         at = 0
         while at < len(view):
             at += os.write(fd, view[at : at + _CHUNK])
+
+
+def write_with_holes(fd: int, data: memoryview) -> None:
+    """Writes all of it behind what is written already, a whole number of pages; long runs of zeros become holes, which take no
+    blocks where the file system has them. Reading gives zeros there as ever.
+    """
+    start, at = os.fstat(fd).st_size, 0
+    with memoryview(data).cast("B") as view:
+        for begin, end in _zeros(view):
+            write_all(fd, view[at:begin])
+            os.ftruncate(fd, start + end)
+            os.lseek(fd, start + end, os.SEEK_SET)
+            at = end
+        write_all(fd, view[at:])
+
+
+def _zeros(data: memoryview) -> list[tuple[int, int]]:
+    """Where whole pages of zeros begin and end, of at least 64 KiB each: shorter holes would scatter the file."""
+    pages = np.frombuffer(data, dtype=np.uint8, count=len(data) // _PAGE * _PAGE).reshape(-1, _PAGE)
+    zero = pages[:, 0] == 0  # of most pages one look is enough
+    zero &= pages[:, _PAGE // 2] == 0
+    zero[zero] = ~pages[zero].any(axis=1)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], zero, [False]]))).reshape(-1, 2)
+    return [(int(a) * _PAGE, int(b) * _PAGE) for a, b in edges if b - a >= _LEAST_HOLE]
 
 
 def write_new(path: Path, parts: Sequence[memoryview], mode: int) -> None:

@@ -32,6 +32,7 @@ from llama_ckpt.disk import (
     read_start,
     told,
     write_all,
+    write_with_holes,
 )
 from llama_ckpt.errors import FileMissing, StoreFull, StoreUnavailable, UnsafePath
 from llama_ckpt.walking import PATH, QUARANTINE, SUFFIX, TEMPORARY_SUFFIX, Entry, walk
@@ -148,7 +149,7 @@ class Store:
         def fill(fd: int) -> None:
             write_all(fd, memoryview(head))
             self._hook("head")
-            write_all(fd, payload)
+            write_with_holes(fd, payload)
 
         return self._put(checkpoint_id, size, fill)
 

@@ -875,3 +875,37 @@ def failing_write(*_args):
 def test_a_checkpoints_path_is_made_of_its_id_with_forward_slashes():
     assert re.fullmatch(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{32}\.llam", path_of(ID))
     assert path_of("0123" + "f" * 28) == f"01/23/0123{'f' * 28}.llam"
+
+
+# -- holes ---------------------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(store):
+    return (store.root / PATH).stat().st_blocks * 512
+
+
+def test_a_layer_of_zeros_takes_no_blocks_and_reads_as_it_was(store):
+    layer = os.urandom(1 << 18)
+    payload = layer + bytes(1 << 20) + layer + bytes(1 << 19)
+    head = HEAD.ljust(4096, b"\0")
+    assert store.write(ID, head, memoryview(payload)) == 4096 + len(payload)
+    assert read(store) == head + payload
+    whole = store.root / "dense"
+    whole.write_bytes(bytes(1 << 20))
+    if whole.stat().st_blocks * 512 < 1 << 20:
+        pytest.skip("this file system packs zeros by itself")
+    assert blocks_of(store) <= 2 * len(layer) + 3 * 4096
+
+
+@pytest.mark.parametrize("n", [0, 1, 4095, 4096, 65536, 65537, 200_000])
+@pytest.mark.parametrize("where", ["all zeros", "zeros first", "zeros last", "one byte in the middle"])
+def test_bytes_with_runs_of_zeros_are_written_as_they_are(store, n, where):
+    data = bytearray(n)
+    if where == "one byte in the middle" and n:
+        data[n // 2] = 1
+    payload = {"zeros first": bytes(data) + b"x" * 5000, "zeros last": b"x" * 5000 + bytes(data)}.get(
+        where, bytes(data)
+    )
+    head = HEAD.ljust(4096, b"\0")
+    store.write(ID, head, memoryview(payload))
+    assert read(store) == head + payload
