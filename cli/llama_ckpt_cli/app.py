@@ -15,6 +15,7 @@ from llama_ckpt import __version__
 from llama_ckpt.errors import LlamaCkptError, StoreFull
 from llama_ckpt_cli import (
     administration,
+    batch,
     checkpoints,
     demo,
     diagnosis,
@@ -50,7 +51,18 @@ def _options(
     """Registry and garbage collector for llama.cpp KV-cache checkpoints."""
 
 
-COMMANDS = (demo, checkpoints, inspection, verification, diagnosis, pruning, maintenance, schedules, administration)
+COMMANDS = (
+    demo,
+    batch,
+    checkpoints,
+    inspection,
+    verification,
+    diagnosis,
+    pruning,
+    maintenance,
+    schedules,
+    administration,
+)
 for module in COMMANDS:
     module.add_to(app)
 

@@ -174,7 +174,14 @@ def weights_of(model: str, out: Output) -> bytes | None:
 
 
 def load_engine(
-    out: Output, model: Path, *, n_ctx: int, flash_attn: bool, kv_type: str, threads: int | None
+    out: Output,
+    model: Path,
+    *,
+    n_ctx: int,
+    flash_attn: bool,
+    kv_type: str,
+    threads: int | None,
+    embedding: bool = False,
 ) -> LlamaCppEngine:
     """The model as an engine.
 
@@ -196,6 +203,7 @@ def load_engine(
         "flash_attn": flash_attn,
         "type_k": types[kv_type],
         "type_v": types[kv_type],
+        "embedding": embedding,
     }
     if threads is not None:
         options |= {"n_threads": threads, "n_threads_batch": threads}

@@ -7,19 +7,19 @@ crash leaves at most a file without a row. A delete takes the row first and the 
 from __future__ import annotations
 
 import functools
-import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from llama_ckpt import finding, restoring, saving
+from llama_ckpt.batching import Batch, BatchInput, BatchOptions, BatchRecord, What
 from llama_ckpt.db import migrate, prefixes, queries
 from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.engine import Engine, Progress, Vocabulary, no_progress
-from llama_ckpt.errors import BadInput, LlamaCkptError, NotFound
+from llama_ckpt.errors import BadInput, LlamaCkptError
 from llama_ckpt.files import StepHook, Store, no_hook
 from llama_ckpt.finding import Question
 from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash
@@ -28,6 +28,7 @@ from llama_ckpt.metrics import MetricsSink, NullSink
 from llama_ckpt.parts import Parts
 from llama_ckpt.restoring import RestoreOptions
 from llama_ckpt.retention import Policy
+from llama_ckpt.rows import Rows
 from llama_ckpt.saving import SaveOptions
 from llama_ckpt.values import (
     Checkpoint,
@@ -35,12 +36,8 @@ from llama_ckpt.values import (
     MatchResult,
     MergeResult,
     Outcome,
-    RegisteredModel,
     RestoreResult,
     SaveResult,
-    StaleReason,
-    Stats,
-    Status,
     WarmResult,
 )
 
@@ -48,17 +45,10 @@ if TYPE_CHECKING:
     from llama_ckpt.schedule import CollectorSchedule
 
 DATABASE_FILE = "registry.sqlite3"
-_ID_PREFIX = re.compile(r"[0-9a-f]{4,32}")
 
 
-class Registry:
+class Registry(Rows):
     """The registry of checkpoints: rows in a database, files in a store. Open one with `Registry.open`."""
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.database = parts.database
-        self.store = parts.store
-        self.registry_id = parts.registry_id
 
     @classmethod
     def open(
@@ -327,112 +317,35 @@ class Registry:
             problem=problem,
         )
 
-    # -- care ----------------------------------------------------------------------------------------------------------
-
-    def get(self, checkpoint_id: str) -> Checkpoint:
-        """One checkpoint, by its id or the beginning of it (at least 4 hex digits).
-
-        Raises:
-            NotFound: there is none.
-            BadInput: no id, or several begin like this.
-        """
-        wanted = checkpoint_id.lower()
-        if not _ID_PREFIX.fullmatch(wanted):
-            raise BadInput(what="checkpoint id", value=checkpoint_id, reason="expected 4 to 32 hex digits")
-        with self.database.read() as db:
-            ids = queries.ids_like(db, wanted, 2)
-            row = queries.get(db, ids[0]) if len(ids) == 1 else None
-        if len(ids) > 1:
-            raise BadInput(
-                what="checkpoint id",
-                value=checkpoint_id,
-                reason="several ids begin like this; give more digits",
-            )
-        if row is None:
-            raise NotFound(what="checkpoint", name=checkpoint_id, hint="llama-ckpt ls shows the ids.")
-        return row
-
-    def list(
+    def batch(
         self,
+        engine: Engine,
+        inputs: Iterable[Input | BatchInput],
         *,
-        status: Status | None = None,
-        model_name: str | None = None,
+        shared_prefix: Input | None = None,
+        save: What = "prefix",
         label: str | None = None,
-        at_most: int | None = None,
-    ) -> list[Checkpoint]:
-        """Checkpoints, newest first."""
-        if any(text is not None and saving.clean_name(text) != text for text in (model_name, label)):
-            return []  # no row can have such a name
-        return self.database.query(
-            lambda db: queries.list_checkpoints(db, status=status, model_name=model_name, label=label, at_most=at_most)
-        )
+        expires_in_s: float | None = None,
+        progress: Progress = no_progress,
+    ) -> Generator[BatchRecord, None, None]:
+        """Computes inputs one after the other and gives a `BatchRecord` of each, in order: the next token and its probability,
+        or the embedding. No token is evaluated whose cell the engine holds from the input before, or a checkpoint has.
 
-    def clock_us(self) -> int:
-        """The database's clock, by which all times of rows are told: microseconds since 1970."""
-        return self.database.query(queries.clock_us)
+        `save` says what becomes a checkpoint: each input (`"full"`), nothing (`"none"`), or what inputs share (`"prefix"`): the
+        beginning that an input has in common with `shared_prefix`; without one the longest that it has in common with any of
+        the 32 inputs behind it, which are read ahead. It is saved when it is at least `min_match_tokens` tokens longer than
+        what the registry has, or all of the input. A save runs beside the evaluation of the next input, in one thread, on a
+        copy of the state.
 
-    def models(self) -> tuple[RegisteredModel, ...]:
-        """The models that were ever saved for."""
-        return tuple(self.database.query(queries.models))
-
-    def stats(self) -> Stats:
-        """Totals, recounted from the rows."""
-        return self.database.query(queries.stats)
-
-    def pin(self, checkpoint_id: str) -> Checkpoint:
-        """Shields a checkpoint from prune, gc and remove.
+        The registry never stands in the way: what fails of it is a record's `problem`. An input that cannot be used or computed
+        is a record that FAILED, and the rest goes on. However the iterator ends, the save in flight is finished.
 
         Raises:
-            NotFound, BadInput: as `get`.
+            BadInput: an argument cannot be used.
         """
-        return self._set_pinned(checkpoint_id, True)
-
-    def unpin(self, checkpoint_id: str) -> Checkpoint:
-        """Takes a pin away.
-
-        Raises:
-            NotFound, BadInput: as `get`.
-        """
-        return self._set_pinned(checkpoint_id, False)
-
-    def _set_pinned(self, checkpoint_id: str, pinned: bool) -> Checkpoint:
-        row = self.get(checkpoint_id)
-        with self.database.write() as db:
-            queries.set_pinned(db, row.id, pinned)
-        return self.get(row.id)
-
-    def remove(self, checkpoint_id: str) -> Checkpoint:
-        """Makes a checkpoint STALE, so that it is offered no more; gc frees its file after the grace.
-
-        Raises:
-            NotFound, BadInput: as `get`; or it is pinned.
-        """
-        row = self.get(checkpoint_id)
-        with self.database.write() as db:
-            now = queries.get(db, row.id)
-            if now is not None and now.pinned:
-                raise BadInput(what="checkpoint", value=row.id, reason="it is pinned; unpin it first")
-            if queries.has_active_child(db, row):
-                raise BadInput(what="checkpoint", value=row.id, reason="a delta needs it; remove that first")
-            queries.mark_stale(db, row, StaleReason.REMOVED)
-        return self.get(row.id)
-
-    def report_bad(self, checkpoint_id: str) -> Checkpoint:
-        """Makes a checkpoint STALE that passed every check but did not work, so that it is not offered again and the next
-        save of its input writes a new one.
-
-        Raises:
-            NotFound, BadInput: as `get`.
-        """
-        row = self.get(checkpoint_id)
-        self.parts.make_stale(row, StaleReason.CORRUPT, "it was reported bad")
-        return self.get(row.id)
-
-    def invalidate(self, fingerprint: Fingerprint | bytes) -> int:
-        """Makes all checkpoints of a fingerprint STALE in one transaction, and says how many."""
-        digest = fingerprint if isinstance(fingerprint, bytes) else fingerprint.digest
-        with self.database.write() as db:
-            return queries.mark_model_stale(db, digest, StaleReason.INCOMPATIBLE)
+        saved_as = SaveOptions(label=label, expires_in_s=expires_in_s)
+        options = BatchOptions(save=save, shared_prefix=shared_prefix, saved_as=saved_as)
+        return Batch(self.parts, engine, self.match, options, progress).run(inputs)
 
 
 def default_store() -> Path:

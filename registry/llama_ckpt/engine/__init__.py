@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llama_ckpt.fingerprint import TokenIds
 from llama_ckpt.formats.kv_edit import Rotation
 from llama_ckpt.formats.kv_layout import Dialect
 from llama_ckpt.values import Fingerprint, MemoryKind, ModelDimensions
 
 Progress = Callable[[int, int], None]
+Vector = NDArray[np.float32]
 
 
 def no_progress(_done: int, _total: int) -> None:
@@ -89,4 +93,20 @@ class Engine(Vocabulary, Protocol):
             EngineFailed: the engine failed; it then holds nothing, and its data is cleared.
             EngineStateMismatch: the first `n_kept` held tokens are not the input's, or they are all of it.
             BadInput: more tokens than the context has cells, or an id that the vocabulary has not.
+        """
+
+    def next_token(self) -> tuple[int, float]:
+        """The token that is most likely to follow what was evaluated last, and its probability: the maximum of the softmax of its
+        logits, at temperature 1.
+
+        Raises:
+            EngineFailed: there are no logits.
+        """
+
+    def embedding(self) -> Vector | None:
+        """What a model that pools gives for what was evaluated last, not normalised, shape `[n_embd]`; None where it does not
+        pool.
+
+        Raises:
+            Unsupported: it pools over all tokens, of which some may not have been evaluated now.
         """
