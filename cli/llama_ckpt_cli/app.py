@@ -15,6 +15,7 @@ from llama_ckpt import __version__
 from llama_ckpt.errors import LlamaCkptError, StoreFull
 from llama_ckpt_cli import (
     administration,
+    batch,
     checkpoints,
     demo,
     diagnosis,
@@ -53,7 +54,7 @@ def _options(
 
 
 COMMANDS = (
-    *(demo, checkpoints, exchange, inspection, verification, repairs, diagnosis),
+    *(demo, batch, checkpoints, exchange, inspection, verification, repairs, diagnosis),
     *(pruning, maintenance, schedules, administration),
 )
 for module in COMMANDS:

@@ -201,6 +201,7 @@ def load_engine(
     kv_type: str,
     type_v: str | None = None,
     threads: int | None = None,
+    embedding: bool = False,
 ) -> LlamaCppEngine:
     """The model as an engine; `type_v` where V is of another type than K.
 
@@ -224,6 +225,7 @@ def load_engine(
         "flash_attn": flash_attn,
         "type_k": types[kv_type],
         "type_v": types[of_v],
+        "embedding": embedding,
     }
     if threads is not None:
         options |= {"n_threads": threads, "n_threads_batch": threads}

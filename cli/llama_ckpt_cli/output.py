@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+
+class Progress(Protocol):
+    """Hears how far something is, and what it is where that changes."""
+
+    def __call__(self, done: int, total: int | None, what: str = ..., /) -> None:
+        """`total` None: nobody knows."""
 
 
 class Output:
@@ -71,17 +78,17 @@ class Output:
         console.print(table)
 
     @contextmanager
-    def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A progress bar on stderr, on a terminal only; gives the function that hears (done, total)."""
+    def progress(self, what: str) -> Iterator[Progress]:
+        """A progress bar on stderr, on a terminal only; gives the function that hears (done, total), and what it is now."""
         if self.quiet or self.as_json or not sys.stderr.isatty():
-            yield lambda _done, _total: None
+            yield lambda _done, _total, _what=what: None
             return
         from rich.console import Console
         from rich.progress import Progress
 
         with Progress(console=Console(file=sys.stderr), transient=True) as bar:
             task = bar.add_task(what, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+            yield lambda done, total, what=what: bar.update(task, completed=done, total=total, description=what)
 
 
 def printable(text: str) -> str:

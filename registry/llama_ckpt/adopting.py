@@ -29,6 +29,7 @@ from llama_ckpt.errors import (
     StoreFull,
     StoreUnavailable,
     Unsupported,
+    without_frames,
 )
 from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import TokenIds, tokens_hash
@@ -364,6 +365,4 @@ def _registered(path: Path, row: Checkpoint) -> Adoption:
 
 
 def _refused(path: Path, error: LlamaCkptError) -> Adoption:
-    # An error that lives on in a result must not keep the map of the file alive through its traceback.
-    kept = error.with_traceback(None)
-    return Adoption(path=path, outcome=AdoptOutcome.REFUSED, reason=str(error), error=kept)
+    return Adoption(path=path, outcome=AdoptOutcome.REFUSED, reason=str(error), error=without_frames(error))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from llama_ckpt import finding
 from llama_ckpt.db import queries
-from llama_ckpt.engine import Engine
+from llama_ckpt.engine import HeldState
 from llama_ckpt.errors import (
     CorruptFile,
     DatabaseUnavailable,
@@ -42,7 +42,7 @@ class Base:
 
 
 def base_of(
-    parts: Parts, engine: Engine, token_ids: TokenIds, state: memoryview, besides: Checkpoint | None
+    parts: Parts, engine: HeldState, token_ids: TokenIds, state: memoryview, besides: Checkpoint | None
 ) -> Base | None:
     """The best base for a state of these tokens, other than `besides`; None where it is to be written full: nothing like it is
     stored, its cells are not the same, too few are, or the chain would be too long. A stored file that is found missing or
@@ -71,7 +71,7 @@ def base_of(
     return None if len(below) > parts.delta_depth else Base(below[-1], n_shared)
 
 
-def _n_equal(parts: Parts, engine: Engine, row: Checkpoint, shared: TokenIds, state: memoryview) -> int:
+def _n_equal(parts: Parts, engine: HeldState, row: Checkpoint, shared: TokenIds, state: memoryview) -> int:
     """How many cells of a checkpoint are those of the state, bit for bit, among those of the tokens that both have."""
     reading = Reading(row)
     asked = Asked(begins_with=shared, n_tokens=row.n_tokens)

@@ -144,3 +144,12 @@ class DoctorFailed(LlamaCkptError):
     """{n_failed} of {n_checks} checks failed"""
 
     exit_code = 22
+
+
+def without_frames(error: LlamaCkptError) -> LlamaCkptError:
+    """An error that lives on in a result must not keep a state alive through its traceback, or that of what caused it."""
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error

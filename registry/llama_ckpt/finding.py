@@ -16,7 +16,14 @@ import numpy as np
 from llama_ckpt import matching
 from llama_ckpt.db import prefixes, queries
 from llama_ckpt.engine import Vocabulary
-from llama_ckpt.errors import CorruptFile, DatabaseUnavailable, FileMissing, StoreUnavailable, UnsafePath
+from llama_ckpt.errors import (
+    CorruptFile,
+    DatabaseUnavailable,
+    FileMissing,
+    StoreUnavailable,
+    UnsafePath,
+    without_frames,
+)
 from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, end_hashes, prefix_hashes, tokens_hash
 from llama_ckpt.formats import container
 from llama_ckpt.matching import Head
@@ -78,7 +85,7 @@ def match(parts: Parts, question: Question) -> MatchResult:
     try:
         return _match(parts, question)
     except (DatabaseUnavailable, StoreUnavailable) as error:
-        told = error.with_traceback(None)
+        told = without_frames(error)
         return MatchResult(outcome=Outcome.FAILED, reason=str(error), input_hash=question.of_input, error=told)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from llama_ckpt import formats
 from llama_ckpt.db import queries
-from llama_ckpt.engine import Engine
+from llama_ckpt.engine import HeldState
 from llama_ckpt.errors import CorruptFile, FileMissing, Incompatible
 from llama_ckpt.fingerprint import TokenIds, differences, fingerprint
 from llama_ckpt.formats import kv_edit, kv_values, legacy
@@ -71,7 +71,7 @@ class _Member:
 
 
 @contextmanager
-def cells_of(parts: Parts, engine: Engine, row: Checkpoint, asked: Asked, reading: Reading) -> Iterator[Cells]:
+def cells_of(parts: Parts, engine: HeldState, row: Checkpoint, asked: Asked, reading: Reading) -> Iterator[Cells]:
     """The cells that are asked of a checkpoint, inside the `with` only; of a delta joined with those that it stands on.
 
     Raises:
@@ -141,7 +141,7 @@ def other_mode(of_engine: Fingerprint) -> Fingerprint:
     return fingerprint({**of_engine.fields, "v_transposed": not of_engine.fields.get("v_transposed")})
 
 
-def _prepared(engine: Engine, members: Sequence[_Member], asked: Asked, reading: Reading) -> Cells:
+def _prepared(engine: HeldState, members: Sequence[_Member], asked: Asked, reading: Reading) -> Cells:
     token_ids = np.concatenate([m.file.contents.token_ids[: m.end - m.row.start_token] for m in members])
     _require_tokens(token_ids, asked)
     stretches = []
@@ -161,7 +161,7 @@ def _gathered(stretches: Sequence[kv_edit.Stretch], members: Sequence[_Member]) 
     return kv_edit.gather(stretches)
 
 
-def _stretch(engine: Engine, member: _Member, asked: Asked, events: set[Event]) -> kv_edit.Stretch:
+def _stretch(engine: HeldState, member: _Member, asked: Asked, events: set[Event]) -> kv_edit.Stretch:
     """A file's cells in the engine's dialect, after they were found to fit it."""
     row, file = member.row, member.file
     _require_fit(file, engine, row, transpose_v=asked.transpose_v)
@@ -200,7 +200,7 @@ def _require_tokens(ids: TokenIds, asked: Asked) -> None:
         raise Incompatible(reason=f"the checkpoint has other tokens from token {int(differ[0])} on")
 
 
-def _require_fit(file: formats.CheckpointFile, engine: Engine, row: Checkpoint, *, transpose_v: bool) -> None:
+def _require_fit(file: formats.CheckpointFile, engine: HeldState, row: Checkpoint, *, transpose_v: bool) -> None:
     """Holds a file to the engine's identity and shape."""
     wanted = engine.fingerprint
     if file.fingerprint.digest not in (wanted.digest, other_mode(wanted).digest if transpose_v else b""):
@@ -210,7 +210,7 @@ def _require_fit(file: formats.CheckpointFile, engine: Engine, row: Checkpoint, 
         raise CorruptFile(path=row.file_path, check="Dimensions", reason=mismatch)
 
 
-def _translated(state: memoryview, file: formats.CheckpointFile, engine: Engine) -> memoryview:
+def _translated(state: memoryview, file: formats.CheckpointFile, engine: HeldState) -> memoryview:
     """The state in the dialect that the engine speaks. Whether quantised rows are rotated the fingerprint says, and state and
     engine have the same: of a state that does not tell how, it is as the engine does it.
     """

@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 
 from llama_ckpt.db import collecting, prefixes, queries
-from llama_ckpt.engine import Engine
+from llama_ckpt.engine import HeldState
 from llama_ckpt.errors import BadInput, Conflict, DatabaseUnavailable, StoreUnavailable, UnsafePath
 from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import TokenIds, links_of, tokens_hash
@@ -127,7 +127,7 @@ def row_of(
     )
 
 
-def model_of(engine: Engine) -> RegisteredModel:
+def model_of(engine: HeldState) -> RegisteredModel:
     """An engine's model as a row."""
     return RegisteredModel(
         fingerprint=engine.fingerprint, model_name=clean_name(engine.model_name), dimensions=engine.dimensions

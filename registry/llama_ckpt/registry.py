@@ -6,12 +6,13 @@ crash leaves at most a file without a row. A delete takes the row first and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from llama_ckpt import restoring, saving
+from llama_ckpt.batching import Batch, BatchInput, BatchOptions, BatchRecord, What
 from llama_ckpt.catalogue import Catalogue
 from llama_ckpt.db import migrate, prefixes, queries
 from llama_ckpt.db.connect import Database, sqlite_url
@@ -236,6 +237,36 @@ class Registry(Catalogue):
         """
         options = SaveOptions(label=label, expires_in_s=expires_in_s)
         return restoring.warm(self.parts, engine, given, self.match, options, progress)
+
+    def batch(
+        self,
+        engine: Engine,
+        inputs: Iterable[Input | BatchInput],
+        *,
+        shared_prefix: Input | None = None,
+        save: What = "prefix",
+        label: str | None = None,
+        expires_in_s: float | None = None,
+        progress: Progress = no_progress,
+    ) -> Generator[BatchRecord, None, None]:
+        """Computes inputs one after the other and gives a `BatchRecord` of each, in order: the next token and its probability,
+        or the embedding. No token is evaluated whose cell the engine holds from the input before, or a checkpoint has.
+
+        `save` says what becomes a checkpoint: each input (`"full"`), nothing (`"none"`), or what inputs share (`"prefix"`): the
+        beginning that an input has in common with `shared_prefix`; without one the longest that it has in common with any of
+        the 32 inputs behind it, which are read ahead. It is saved when it is at least `min_match_tokens` tokens longer than
+        what the registry has, or all of the input. A save runs beside the evaluation of the next input, in one thread, on a
+        copy of the state.
+
+        The registry never stands in the way: what fails of it is a record's `problem`. An input that cannot be used or computed
+        is a record that FAILED, and the rest goes on. However the iterator ends, the save in flight is finished.
+
+        Raises:
+            BadInput: an argument cannot be used.
+        """
+        saved_as = SaveOptions(label=label, expires_in_s=expires_in_s)
+        options = BatchOptions(save=save, shared_prefix=shared_prefix, saved_as=saved_as)
+        return Batch(self.parts, engine, self.match, options, progress).run(inputs)
 
 
 def default_store() -> Path:

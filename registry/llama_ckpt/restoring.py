@@ -22,6 +22,7 @@ from llama_ckpt.errors import (
     LlamaCkptError,
     UnsafePath,
     Unsupported,
+    without_frames,
 )
 from llama_ckpt.fingerprint import Input, TokenIds, input_hash, tokens_hash
 from llama_ckpt.formats import kv_edit
@@ -86,7 +87,7 @@ def restore(
             raise
         except LlamaCkptError as failure:
             outcome, reason = _outcome_of(failure), str(failure)
-            error = _without_frames(failure) if outcome is Outcome.FAILED else None
+            error = without_frames(failure) if outcome is Outcome.FAILED else None
     parts.metrics.count(outcome.value)
     return RestoreResult(
         outcome=outcome,
@@ -288,8 +289,3 @@ def _outcome_of(error: LlamaCkptError) -> Outcome:
             return Outcome.NO_MATCH
         case _:
             return Outcome.FAILED
-
-
-def _without_frames(error: LlamaCkptError) -> LlamaCkptError:
-    """An error that lives on in a result must not keep the map of the file alive through its traceback."""
-    return error.with_traceback(None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from llama_ckpt import admission
 from llama_ckpt.deltas import Base, base_of
-from llama_ckpt.engine import Engine
+from llama_ckpt.engine import HeldState
 from llama_ckpt.errors import Conflict, EngineStateMismatch
 from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash, text_bytes, tokens_hash
@@ -27,7 +27,7 @@ log = logging.getLogger("llama_ckpt")
 
 
 def save(
-    parts: Parts, engine: Engine, given: Input, options: SaveOptions, *, instead_of: Checkpoint | None = None
+    parts: Parts, engine: HeldState, given: Input, options: SaveOptions, *, instead_of: Checkpoint | None = None
 ) -> SaveResult:
     """As `Registry.save`. `instead_of` is a row that a restore found of no use to this engine: it is superseded."""
     started = time.perf_counter()
@@ -53,7 +53,7 @@ class Captured:
         Unsupported: the state is not of these tokens: of full attention one cell for each, of other memory up to the last.
     """
 
-    engine: Engine
+    engine: HeldState
     of_input: bytes
     token_ids: TokenIds
     payload: memoryview
@@ -69,7 +69,7 @@ class Captured:
         return self.engine.memory_kind is MemoryKind.FULL
 
 
-def _captured(engine: Engine, of_input: bytes, token_ids: TokenIds) -> Captured:
+def _captured(engine: HeldState, of_input: bytes, token_ids: TokenIds) -> Captured:
     return Captured(
         engine=engine,
         of_input=of_input,
@@ -116,7 +116,7 @@ def _write(
     return SaveResult(outcome=SaveOutcome.SAVED, checkpoint=row, bytes_written=new.file_size, elapsed_s=0.0)
 
 
-def token_ids_of(engine: Engine, given: Input) -> TokenIds:
+def token_ids_of(engine: HeldState, given: Input) -> TokenIds:
     """The token ids of an input: the engine's for a text; shape `[n_tokens]`.
 
     Raises:
@@ -128,7 +128,7 @@ def token_ids_of(engine: Engine, given: Input) -> TokenIds:
     return as_token_ids(given)
 
 
-def _stands_for(row: Checkpoint, engine: Engine, given: Input, instead_of: Checkpoint | None) -> bool:
+def _stands_for(row: Checkpoint, engine: HeldState, given: Input, instead_of: Checkpoint | None) -> bool:
     """Whether a row of this input hash is of this input. For a text the hash says so, unless it has NUL characters: then its
     bytes can be those of token ids.
     """
@@ -139,7 +139,7 @@ def _stands_for(row: Checkpoint, engine: Engine, given: Input, instead_of: Check
     return row.tokens_hash == tokens_hash(token_ids_of(engine, given))
 
 
-def _require_held(engine: Engine, token_ids: TokenIds) -> None:
+def _require_held(engine: HeldState, token_ids: TokenIds) -> None:
     held = engine.held_token_ids()
     if len(held) != len(token_ids):
         raise EngineStateMismatch(reason=f"it holds {len(held)} tokens, the input has {len(token_ids)}")

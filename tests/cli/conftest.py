@@ -243,7 +243,7 @@ def answer(monkeypatch):
     return typed
 
 
-NEEDS_A_MODEL = {("demo",), ("warm",)}  # test_demo_warm.py runs them
+NEEDS_A_MODEL = {("demo",), ("warm",), ("batch",)}  # test_demo_warm.py and test_batch.py run them
 
 
 def leaves(group=None, path=()) -> dict[tuple[str, ...], object]:

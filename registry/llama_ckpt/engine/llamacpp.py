@@ -16,7 +16,7 @@ import numpy as np
 import platformdirs
 
 from llama_ckpt.digests import FileDigests, identity_of, weights_digest_of
-from llama_ckpt.engine import Progress, no_progress
+from llama_ckpt.engine import Progress, Vector, no_progress
 from llama_ckpt.engine.vocabulary import completion_ids, text_of
 from llama_ckpt.errors import BadInput, EngineFailed, EngineMissing, EngineStateMismatch, Unsupported
 from llama_ckpt.fingerprint import TokenIds, fingerprint
@@ -35,6 +35,7 @@ except (
     raise EngineMissing(reason=str(error)) from error
 
 _SEQ = 0  # `Llama` keeps its one conversation in sequence 0
+_NO_POOLING, _LAST_TOKEN = 0, 3  # enum llama_pooling_type
 # What `Llama` passes when the caller overrides nothing; any other value changes K and so belongs to the identity.
 _NO_OVERRIDE: dict[str, FieldValue] = {
     "rope_scaling_type": -1,
@@ -265,6 +266,41 @@ class LlamaCppEngine:
         except BaseException:
             self._forget(clear_data=True)
             raise
+
+    def next_token(self) -> tuple[int, float]:
+        """The token that is most likely to follow what was evaluated last, and its probability: the maximum of the softmax of its
+        logits, at temperature 1.
+
+        Raises:
+            EngineFailed: there are no logits.
+        """
+        pointer = llama_cpp.llama_get_logits_ith(self.llama.ctx, -1)
+        if not pointer:
+            raise EngineFailed(reason="it has no logits: evaluate something first")
+        logits = np.ctypeslib.as_array(pointer, shape=(self.llama.n_vocab(),)).astype(np.float64)
+        best = int(logits.argmax())
+        return best, float(1 / np.exp(logits - logits[best]).sum())
+
+    def embedding(self) -> Vector | None:
+        """What a model that pools (`embedding=True`) gives for what was evaluated last, not normalised, shape `[n_embd]`; None
+        where it does not pool.
+
+        Only the pooling of the last token can be had from a restored prefix: the others need every token to be evaluated in the
+        same call (llama_get_embeddings_seq).
+
+        Raises:
+            Unsupported: it pools otherwise.
+            EngineFailed: there is no embedding.
+        """
+        pooling = llama_cpp.llama_pooling_type(self.llama.ctx) if self.llama.context_params.embeddings else _NO_POOLING
+        if pooling == _NO_POOLING:
+            return None
+        if pooling != _LAST_TOKEN:
+            raise Unsupported(what=f"pooling of type {pooling}", reason="only last-token pooling goes with kept cells")
+        pointer = llama_cpp.llama_get_embeddings_seq(self.llama.ctx, _SEQ)
+        if not pointer:
+            raise EngineFailed(reason="it has no embedding: evaluate something first")
+        return np.ctypeslib.as_array(pointer, shape=(self.llama.n_embd(),)).astype(np.float32)
 
     def _require_room(self, n_tokens: int) -> None:
         if n_tokens > self.n_ctx:
