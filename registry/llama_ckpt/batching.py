@@ -13,9 +13,9 @@ from enum import StrEnum
 from typing import Literal, get_args
 
 from llama_ckpt import restoring
-from llama_ckpt.background import BackgroundSaver, Saved, without_frames
+from llama_ckpt.background import BackgroundSaver, Saved
 from llama_ckpt.engine import Engine, Progress, Vector
-from llama_ckpt.errors import BadInput, LlamaCkptError
+from llama_ckpt.errors import BadInput, LlamaCkptError, without_frames
 from llama_ckpt.fingerprint import Input, TokenIds, input_hash
 from llama_ckpt.matching import common_prefix
 from llama_ckpt.parts import Parts

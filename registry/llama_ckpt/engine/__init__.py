@@ -32,9 +32,7 @@ class Vocabulary(Protocol):
 
 
 class HeldState(Protocol):
-    """The KV state of one sequence of tokens, and whose it is: an engine's, or a copy of what one held. It is all that a save asks
-    for.
-    """
+    """The KV state of one sequence of tokens, and whose it is: an engine's, or a copy of what one held. All that a save asks for."""
 
     @property
     def fingerprint(self) -> Fingerprint:
