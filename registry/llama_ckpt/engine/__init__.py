@@ -32,7 +32,7 @@ class Vocabulary(Protocol):
 
 
 class HeldState(Protocol):
-    """The KV state of one sequence of tokens, and whose it is: an engine's, or a copy of what one held. All that a save asks for."""
+    """The KV state of one sequence of tokens, and whose it is: an engine's, or a copy of what one held."""
 
     @property
     def fingerprint(self) -> Fingerprint:
