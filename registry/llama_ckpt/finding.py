@@ -200,6 +200,7 @@ class _Search:
         self.parts.hook("looked up")
         yield from ((row, True) for row in ending)
         numbers = {row.ckpt_no for row in ending}
+        more.sort(key=lambda row: (row.n_tokens, row.ckpt_no))  # the first to be as good as can be is the one to take
         yield from ((row, row.n_tokens == start) for row in more if row.ckpt_no not in numbers)
 
     def _head(self, row: Checkpoint) -> Head | None:
