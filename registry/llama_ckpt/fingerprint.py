@@ -177,8 +177,9 @@ def end_hashes(before: bytes, token_ids: TokenIds) -> list[bytes]:
 
 
 def links_of(row: Checkpoint, token_ids: TokenIds, block_size: int) -> list[PrefixLink]:
-    """The links of a checkpoint: its full blocks and its end, as far as its own file covers them; those before a delta's
-    `start_token` are its parent's. `token_ids` are all of the checkpoint's, from position 0 on; shape `[n_tokens]`.
+    """The links of a checkpoint: its full blocks and its end, as far as its own file covers them. A delta also links the last
+    block's edge at or before its `start_token`, so that it is found among those that share what is before; the blocks below
+    are its parent's. `token_ids` are all of the checkpoint's, from position 0 on; shape `[n_tokens]`.
     """
     hashes = prefix_hashes(row.fingerprint, token_ids, block_size)
     ends = [(block_size * (i + 1), found) for i, found in enumerate(hashes)]
@@ -188,7 +189,7 @@ def links_of(row: Checkpoint, token_ids: TokenIds, block_size: int) -> list[Pref
     return [
         PrefixLink(prefix_hash=found, n_tokens=end, file_tokens=row.n_tokens, ckpt_no=row.ckpt_no)
         for end, found in ends
-        if end > row.start_token
+        if end >= row.start_token // block_size * block_size
     ]
 
 

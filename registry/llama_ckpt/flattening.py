@@ -61,12 +61,13 @@ def whole_file(row: Checkpoint, cells: Cells, file: formats.CheckpointFile) -> t
 
 def _name(parts: Parts, row: Checkpoint, new: NewCheckpoint, token_ids: TokenIds) -> None:
     """The row names the new file, and links the blocks that were its parent's until now."""
+    there = links_of(row, token_ids, parts.block_size)
     links = links_of(replace(row, start_token=0), token_ids, parts.block_size)
     parts.store.touch(new.file_path)
     with parts.database.write() as db:
         if not queries.make_whole(db, row, new):
             raise Conflict(what=f"checkpoint {row.id} went STALE or was flattened meanwhile")
-        prefixes.link(db, [link for link in links if link.n_tokens <= row.start_token])
+        prefixes.link(db, [link for link in links if link not in there])
         parts.hook("named")
         if parts.store.size(new.file_path) != new.file_size:
             raise StoreUnavailable(path=new.file_path, reason="it was collected while it was written; flatten again")

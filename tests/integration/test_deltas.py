@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 from support.links import wrong_links
 from support.sample_engine import TokenEngine
 
 from llama_ckpt.collector import Collector
 from llama_ckpt.db import queries
+from llama_ckpt.db.tables import registry_info
 from llama_ckpt.errors import BadInput, Conflict, StoreFull
 from llama_ckpt.mending import Mender
 from llama_ckpt.purging import Purge, Purger
@@ -30,11 +32,13 @@ def engine():
 
 
 @pytest.fixture
-def blocks_of_four(registry):
+def blocks_of_four(database_url, registry):
     """The registry with short blocks, so that short inputs have many links; checked at the end of each test."""
-    short = Registry(replace(registry.parts, block_size=4))
-    yield short
-    assert wrong_links(short) == []
+    with registry.database.write() as db:
+        db.execute(sa.insert(registry_info).values(name="block_size", value="4"))
+    with Registry.open(database_url, registry.store.root) as short:
+        yield short
+        assert wrong_links(short) == []
 
 
 @pytest.fixture
@@ -176,8 +180,9 @@ def test_what_starts_below_a_deltas_own_cells_stands_on_its_parent(save):
 def test_a_longer_and_a_shorter_input_are_served_from_a_delta(blocks_of_four, engine, save):
     save(STORY)
     delta = save([*STORY, *range(1000, 1010)]).checkpoint
-    longer = [*STORY, *range(1000, 1010), 5, 6]
-    back = restored(blocks_of_four, engine, longer)
+    engine.evaluate([1])
+    back = blocks_of_four.restore(engine, [*STORY, *range(1000, 1010), 5, 6])
+    assert engine.held.tolist() == [*STORY, *range(1000, 1010)]
     assert (back.outcome, back.n_restored, back.n_evaluated, back.checkpoint.id) == (Outcome.HIT, 50, 0, delta.id)
     back = restored(blocks_of_four, engine, [*STORY, *range(1000, 1005)])
     assert (back.outcome, back.n_restored, back.n_evaluated) == (Outcome.HIT, 44, 1)

@@ -31,10 +31,10 @@ BLOCK = 4
 
 @pytest.fixture
 def registry(database_url, tmp_path, registry):
-    """The registry of conftest, with blocks of 4 token ids and a floor of 2."""
+    """The registry of conftest, with blocks of 4 token ids and a floor of 2. Every checkpoint has a file of its own."""
     with registry.database.write() as db:
         db.execute(sa.insert(registry_info).values(name="block_size", value=str(BLOCK)))
-    with Registry.open(database_url, tmp_path / "store", min_match_tokens=2) as opened:
+    with Registry.open(database_url, tmp_path / "store", min_match_tokens=2, delta_depth=0) as opened:
         yield opened
         assert wrong_links(opened) == []
 

@@ -325,8 +325,8 @@ def test_a_checkpoint_links_its_full_blocks_and_its_end():
     assert links(9, 4)[8] == links(8, 4)[8], "an end at a block's edge is that block"
 
 
-def test_a_delta_leaves_the_links_before_its_start_to_its_parent():
+def test_a_delta_links_from_the_edge_of_the_block_in_which_it_starts_and_leaves_the_rest_to_its_parent():
     whole = links(11, 4)
-    assert links(11, 4, start_token=4) == {n: whole[n] for n in (8, 11)}
-    assert links(11, 4, start_token=7) == {n: whole[n] for n in (8, 11)}
-    assert links(11, 4, start_token=9) == {11: whole[11]}
+    assert links(11, 4, start_token=4) == {n: whole[n] for n in (4, 8, 11)}
+    assert links(11, 4, start_token=7) == {n: whole[n] for n in (4, 8, 11)}
+    assert links(11, 4, start_token=9) == {n: whole[n] for n in (8, 11)}
