@@ -12,6 +12,7 @@ from support.sample_engine import TokenEngine
 
 from llama_ckpt.db.connect import sqlite_url
 from llama_ckpt.db.tables import registry_info
+from llama_ckpt.errors import BadInput
 from llama_ckpt.finding import MOST_HEADS
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Status
@@ -64,8 +65,15 @@ def run(url, store, saves, removals, questions):
             registry.save(engine, ids)
         rows = registry.list(status=Status.ACTIVE)
         for number in removals:
-            if rows:
-                registry.remove(rows.pop(number % len(rows)).id)
+            if not rows:
+                break
+            row = rows[number % len(rows)]
+            try:
+                registry.remove(row.id)
+            except BadInput:  # a delta needs it
+                registry.flatten(next(r.id for r in registry.list(status=Status.ACTIVE) if r.parent_no == row.ckpt_no))
+                continue
+            rows.remove(row)
         stored = {row.id: _ids(saves, row) for row in rows}
         for asked in questions:
             for round_trip_s in (0.0, 1.0):  # by bisection, and by a wide search
