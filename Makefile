@@ -43,8 +43,8 @@ format: install ## put the code into shape
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: install ## measure, as ratios in one run
-	$(BIN)/python -m benchmarks
+bench: install ## measure, as ratios in one run; FULL=1: all sizes; CHECK=1: fail where a bar is missed
+	$(BIN)/python -m benchmarks run $(if $(FULL),--full) $(if $(CHECK),--check)
 
 FUZZ_SECONDS ?= 60
 

@@ -1,1 +1,4 @@
-"""Measurements on a real model: medians of interleaved runs, told as ratios to the floor of the same run."""
+"""llama-ckpt beside what people use today and the floor of the machine: one module a question, one runner, ratios first.
+
+`python -m benchmarks` measures, `python -m benchmarks report` publishes; `bars.toml` has what must be reached.
+"""

@@ -1,38 +1,39 @@
-"""`python -m benchmarks.collect --rows 1000000 --files 200000`: plan and run of gc on a planted store, a tenth to collect.
+"""How long do scan, plan and delete take on a store with a tenth to collect, and do savers beside it notice?
 
 Yardsticks, in the same run: a bare walk of the folders, a bare read of the rows, a bare loop of unlinks over as many files of the
-same kind. Saves run beside gc in a process of their own. Memory is the peak of the process that plans and runs.
+same kind, `diskcache.Cache.check` over as many entries. A run takes what it collects away, so each is timed once for a store.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import sqlalchemy as sa
 
+from benchmarks import databases, planting
+from benchmarks.measuring import Case, peak_above_idle, timed
+from benchmarks.sizes import Sizes
+from benchmarks.synthetic import SampleEngine, checkpoint_bytes, ids_number
 from llama_ckpt.collector import Collector
 from llama_ckpt.db import queries
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import active_key
+from llama_ckpt.gc_values import GcPlan
 from llama_ckpt.registry import Registry
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from support.sample_engine import SampleEngine  # a state without a model
-from support.whole import checkpoint_bytes
+from llama_ckpt.retention import Policy
 
 DAY_US = 86_400 * 1_000_000
 DEAD = "00000000-1-1"  # a temporary of a machine that is not this one
+ROOT = Path(__file__).parents[1]
 
 
 def is_collected(number: int) -> bool:
@@ -45,7 +46,7 @@ def plant_files(root: Path, n_files: int) -> None:
     whole = checkpoint_bytes()
     long_ago = time.time() - 2 * 86_400
     for number in range(n_files):
-        relative = path_of(f"{number * 7919 % 65536:04x}{number:028x}")
+        relative = path_of(planting.id_of(number))
         if number % 20 == 0:
             relative = relative.replace(".llam", f".{DEAD}.tmp")
         path = root / relative
@@ -67,7 +68,7 @@ def plant_rows(registry: Registry, engine: SampleEngine, n_rows: int, n_files: i
             if number < n_files and (kind == 1 or number % 20 == 0):
                 continue
             stale, of_input = kind == 2, number.to_bytes(32, "big")
-            checkpoint_id = f"{number * 7919 % 65536:04x}{number:028x}"
+            checkpoint_id = planting.id_of(number)
             rows.append(
                 dict(id=checkpoint_id, model_name="sample", input_hash=of_input, status="STALE" if stale else "ACTIVE",
                      pinned=0, file_path=path_of(checkpoint_id), active_key=None if stale else active_key(digest, of_input),
@@ -80,33 +81,30 @@ def plant_rows(registry: Registry, engine: SampleEngine, n_rows: int, n_files: i
             with registry.database.write() as db:
                 db.execute(sa.insert(meta), rows)
     for number in range(3, n_files, 10):
-        (registry.store.root / path_of(f"{number * 7919 % 65536:04x}{number:028x}")).unlink()
+        (registry.store.root / path_of(planting.id_of(number))).unlink()
 
 
-def bare_walk(root: Path) -> float:
-    start = time.perf_counter()
+def bare_walk(root: Path) -> None:
     for folder, _, names in os.walk(root):
         for name in names:
             os.lstat(os.path.join(folder, name))
-    return time.perf_counter() - start
 
 
-def bare_read(registry: Registry) -> float:
-    start, last = time.perf_counter(), 0
+def bare_read(registry: Registry) -> None:
+    last = 0
     columns = [meta.c.ckpt_no, meta.c.file_path, meta.c.status, meta.c.stale_us, meta.c.last_used_us, meta.c.pinned]
     with registry.database.read() as db:
         while rows := db.execute(
             sa.select(*columns).where(meta.c.ckpt_no > last).order_by(meta.c.ckpt_no).limit(5000)
         ).all():
             last = rows[-1].ckpt_no
-    return time.perf_counter() - start
 
 
 def bare_unlinks(folder: Path, n: int) -> float:
     """As many files of the same size, in as many folders."""
     whole, paths = checkpoint_bytes(), []
     for number in range(n):
-        path = folder / path_of(f"{number * 7919 % 65536:04x}{number:028x}")
+        path = folder / path_of(planting.id_of(number))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(whole)
         paths.append(path)
@@ -116,96 +114,96 @@ def bare_unlinks(folder: Path, n: int) -> float:
     return time.perf_counter() - start
 
 
-def saver(url: str, store: str) -> None:
-    """Saves until its standard input is closed; prints the milliseconds of each."""
+def check_seconds(folder: Path, n: int) -> float:
+    """`diskcache.Cache.check` of as many entries, each a file of the same size."""
+    import diskcache
+
+    with diskcache.Cache(str(folder), disk_min_file_size=0) as cache:
+        whole = checkpoint_bytes()
+        with cache.transact():
+            for number in range(n):
+                cache.set(number, whole)
+        return timed(cache.check)
+
+
+def run(sizes: Sizes, folder: Path) -> list[Case]:
+    """A case for each database and size."""
+    kinds = ["sqlite", *(["postgresql"] if sizes.postgresql_rows and not databases.why_no_server() else [])]
+    return [_of_store(kind, *size, folder / f"{kind}-{size[0]}") for kind in kinds for size in sizes.collect]
+
+
+def _of_store(kind: str, n_rows: int, n_files: int, folder: Path) -> Case:
+    parameters: dict[str, int | str] = {"database": kind, "rows": n_rows, "files": n_files}
+    case = Case(question="collect", name=f"{kind}, {n_rows:,} rows, {n_files:,} files", parameters=parameters)
     engine = SampleEngine()
     engine.evaluate(engine.ids)
-    os.set_blocking(0, False)
-    times, number = [], 0
-    with Registry.open(url, store) as registry:
-        sys.stdout.write("ready\n")
-        sys.stdout.flush()
-        while sys.stdin.buffer.raw.read(1) is None:
-            start = time.perf_counter()
-            registry.save(engine, f"saved beside gc {os.getpid()} {number}")
-            times.append((time.perf_counter() - start) * 1000)
-            number += 1
-    print(json.dumps(times))
+    with databases.database_url(kind) as url, Registry.open(url, folder / "store", upgrade=True) as registry:
+        registry.save(engine, "the first brings the model")
+        plant_files(registry.store.root, n_files)
+        plant_rows(registry, engine, n_rows, n_files)
+        _measure(case, registry, folder)
+    case.add("diskcache.Cache.check", check_seconds(folder / "diskcache", n_files))
+    return case
 
 
-def saves_during(url: str, store: Path, work) -> float:
-    """Runs `work` beside a saver; the saver's median in milliseconds."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.collect", "--saver", "--url", url, "--store", str(store)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def _measure(case: Case, registry: Registry, folder: Path) -> None:
+    collector = Collector(registry.parts)
+    plans: list[GcPlan] = []
+    case.add("bare walk", timed(lambda: bare_walk(registry.store.root)))
+    case.add("bare read of rows", timed(lambda: bare_read(registry)))
+    peak = peak_above_idle(lambda: case.add("plan", timed(lambda: plans.append(collector.plan(at_once=True)))))
+    plan = plans[0]
+    # Every second item alone, timed; the others beside a process that saves.
+    timed_half, other_half = replace(plan, items=plan.items[::2]), replace(plan, items=plan.items[1::2])
+    case.add("run", timed(lambda: collector.run(timed_half)))
+    n_unlinked = sum(i.kind != "missing" for i in timed_half.items)
+    case.add("bare unlink", bare_unlinks(folder / "bare", n_unlinked))
+    url, store = registry.database.url.render_as_string(hide_password=False), registry.store.root
+    alone = saves_during(url, store, lambda: time.sleep(1))
+    beside = saves_during(url, store, lambda: collector.run(other_half))
+    prune = Policy(max_count=max(1, registry.stats().n_active * 99 // 100))
+    verdicts = []
+    case.add("plan prune", timed(lambda: verdicts.extend(collector.plan_prune(prune))))
+    marking = timed(lambda: collector.prune(verdicts))
+    case.add("prune", marking)
+    case.facts |= {
+        "items": len(plan.items),
+        "plan : walk and read": case.median("plan") / (case.median("bare walk") + case.median("bare read of rows")),
+        "run : bare unlink": case.median("run") / case.median("bare unlink"),
+        "save alone, ms": alone * 1000,
+        "save beside gc, ms": beside * 1000,
+        "rows marked per second": len(verdicts) / marking,
+    }
+    if peak is not None:
+        case.facts["plan: peak memory, MiB"] = peak / (1 << 20)
+
+
+def saves_during(url: str, store: Path, work: Callable[[], object]) -> float:
+    """Runs `work` beside a process that saves; its median in seconds."""
+    command = [sys.executable, "-m", "benchmarks.collect", url, str(store)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert child.stdout is not None
     child.stdout.readline()
     work()
     out, _ = child.communicate("")
-    return median(json.loads(out))
+    assert child.returncode == 0
+    return float(median(json.loads(out)))
 
 
-def run(url: str, n_rows: int, n_files: int) -> dict[str, object]:
+def _saver(url: str, store: str) -> None:
+    """Saves until its standard input is closed, at least once; tells the seconds of each."""
     engine = SampleEngine()
-    engine.evaluate(engine.ids)
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder) / "store"
-        with Registry.open(url or None, root) as registry:
-            registry.save(engine, "the first brings the model")
-            plant_files(root, n_files)
-            plant_rows(registry, engine, n_rows, n_files)
-            shown = registry.database.url.render_as_string(hide_password=False)
-            walk_s, read_s = bare_walk(root), bare_read(registry)
-            before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            collector = Collector(registry.parts)
-            start = time.perf_counter()
-            plan = collector.plan(at_once=True)
-            plan_s = time.perf_counter() - start
-            # Every second item alone, timed; the others beside a process that saves.
-            start = time.perf_counter()
-            report = collector.run(replace(plan, items=plan.items[::2]))
-            run_s = time.perf_counter() - start
-            unlink_s = bare_unlinks(Path(folder) / "bare", sum(i.kind != "missing" for i in plan.items[::2]))
-            quiet_ms = saves_during(shown, root, lambda: time.sleep(3))
-            during_ms = saves_during(shown, root, lambda: collector.run(replace(plan, items=plan.items[1::2])))
-        kinds: dict[str, int] = {}
-        for item in plan.items:
-            kinds[item.kind.value] = kinds.get(item.kind.value, 0) + 1
-    return {
-        "database": registry.database.dialect,
-        "rows": n_rows,
-        "files": n_files,
-        "items": kinds,
-        "failed": report.n_failed,
-        "walk_s": walk_s,
-        "read_rows_s": read_s,
-        "plan_s": plan_s,
-        "plan_to_walk_and_read": plan_s / (walk_s + read_s),
-        "run_s": run_s,
-        "bare_unlink_s": unlink_s,
-        "run_to_unlink": run_s / unlink_s,
-        "save_ms": {"alone": quiet_ms, "beside gc": during_ms},
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "peak_before_plan_mb": before_mb,
-    }
-
-
-def main() -> int:
-    arguments = argparse.ArgumentParser(prog="python -m benchmarks.collect", description=__doc__)
-    arguments.add_argument("--url", default="", help="default: SQLite beside the files")
-    arguments.add_argument("--rows", type=int, default=1_000_000)
-    arguments.add_argument("--files", type=int, default=200_000)
-    arguments.add_argument("--saver", action="store_true", help=argparse.SUPPRESS)
-    arguments.add_argument("--store", help=argparse.SUPPRESS)
-    chosen = arguments.parse_args()
-    if chosen.saver:
-        saver(chosen.url, chosen.store)
-        return 0
-    print(json.dumps(run(chosen.url, chosen.rows, chosen.files), indent=2))
-    return 0
+    times: list[float] = []
+    os.set_blocking(0, False)
+    with Registry.open(url, store) as registry:
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        while not times or sys.stdin.buffer.raw.read(1) is None:
+            ids = ids_number((os.getpid() << 12) + len(times))
+            engine.evaluate(ids)
+            times.append(timed(lambda: registry.save(engine, ids)))  # noqa: B023
+    sys.stdout.write(json.dumps(times))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _saver(*sys.argv[1:])

@@ -1,0 +1,105 @@
+"""What does a pipeline of prompts that share a prefix cost, in bytes on disk, files and evaluated tokens?
+
+Three quarters of each prompt are shared. llama-ckpt takes each through `Registry.warm`, and then all of them again; the floor
+holds and evaluates each distinct cell once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import ways
+from benchmarks.measuring import Case, timed
+from benchmarks.sizes import Sizes
+from llama_ckpt.engine.llamacpp import LlamaCppEngine
+from llama_ckpt.fingerprint import TokenIds
+from llama_ckpt.registry import Registry
+
+OURS, PREFILL = "llama-ckpt, first time", "prefill"
+
+
+def run(sizes: Sizes, folder: Path) -> list[Case]:
+    """One case. What the other ways keep is measured on the first prompts and told per prompt: each keeps every prompt whole."""
+    engine, n = ways.engine_for(sizes.prompt_tokens), sizes.prompts
+    prompts = prompts_of(engine, n, sizes.prompt_tokens)
+    case = Case(
+        question="bytes",
+        name=f"{n:,} prompts of {sizes.prompt_tokens:,} tokens, three quarters shared",
+        parameters={"prompts": n, "tokens": sizes.prompt_tokens},
+    )
+    with Registry.open(store=folder / "store") as registry:
+        evaluated, again = 0, 0
+        for ids in prompts:
+            evaluated += _warm(case, OURS, registry, engine, ids)
+        for ids in prompts:
+            again += _warm(case, "llama-ckpt, again", registry, engine, ids)
+        stored = _bytes_below(registry.store.root)
+        files = sum(entry.kind == "checkpoint" for entry in registry.store.walk())
+        rows = len(registry.list())
+    cells = distinct_cells(prompts)
+    floor = cells * engine.dimensions.kv_token_bytes
+    case.facts |= {
+        "bytes on disk : distinct cells": stored / floor,
+        "tokens evaluated : distinct tokens": evaluated / cells,
+        "tokens evaluated again, per prompt": again / n,
+        "bytes on disk, per prompt": stored / n,
+        "distinct cells' bytes, per prompt": floor / n,
+        "files": files,
+        "rows": rows,
+    }
+    _others(case, engine, prompts[: sizes.cached_prompts], folder)
+    return [case]
+
+
+def prompts_of(engine: LlamaCppEngine, n: int, n_tokens: int) -> list[TokenIds]:
+    """Prompts that share the first three quarters and part at the token after."""
+    n_shared = n_tokens * 3 // 4
+    ids = ways.ids_of(engine, n_tokens)
+    made = []
+    for number in range(n):
+        own = np.roll(ids[n_shared:], number)
+        own[0] = 1000 + number  # of the vocabulary, another one for each
+        made.append(np.concatenate([ids[:n_shared], own]))
+    return made
+
+
+def distinct_cells(prompts: list[TokenIds]) -> int:
+    """Different beginnings that the prompts have: as many cells as must be computed and kept."""
+    ordered = sorted(prompts, key=lambda ids: ids.tolist())
+    shared = [_common(a, b) for a, b in pairwise(ordered)]
+    return sum(len(ids) for ids in prompts) - sum(shared)
+
+
+def _common(a: TokenIds, b: TokenIds) -> int:
+    n = min(len(a), len(b))
+    differ = (a[:n] != b[:n]).nonzero()[0]
+    return int(differ[0]) if differ.size else n
+
+
+def _warm(case: Case, way: str, registry: Registry, engine: LlamaCppEngine, ids: TokenIds) -> int:
+    """Takes the time; gives the tokens that were evaluated."""
+    result = registry.warm(engine, ids)
+    assert result.problem is None, result.problem
+    case.add(way, result.elapsed_s)
+    return result.n_evaluated
+
+
+def _others(case: Case, engine: LlamaCppEngine, prompts: list[TokenIds], folder: Path) -> None:
+    native = folder / "native"
+    native.mkdir()
+    with contextlib.closing(ways.DiskCache(folder / "cache")) as cache:
+        for number, ids in enumerate(prompts):
+            case.add(PREFILL, timed(lambda: engine.evaluate(ids)))  # noqa: B023
+            ways.native_save(engine, ids, native / str(number))
+            cache.save(engine, ids)
+        case.facts["LlamaDiskCache: bytes on disk, per prompt"] = cache.bytes_on_disk() / len(prompts)
+    case.facts["llama.cpp's files: bytes on disk, per prompt"] = _bytes_below(native) / len(prompts)
+
+
+def _bytes_below(folder: Path) -> int:
+    """What the files take on the disk, holes not counted, the database's among them."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,199 @@
+"""What a run found, for people: as text for the terminal, and as docs/benchmarks.md with its plots and the README's section."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from benchmarks import bars, plots
+from benchmarks.bars import Standing
+from benchmarks.measuring import Case
+from benchmarks.plots import seconds
+from benchmarks.results import QUESTIONS, Results
+
+BEGIN, END = "<!-- benchmarks: written by `python -m benchmarks report` -->", "<!-- /benchmarks -->"
+
+TITLES = {
+    "restore": "Restore: until the next token can be sampled",
+    "save": "Save: until the state is kept",
+    "find": "Find and register, among many",
+    "bytes": "Bytes: a pipeline of prompts that share a prefix",
+    "processes": "Many processes on one registry",
+    "collect": "Collect",
+    "scenario": "The published scenario",
+    "startup": "Start-up",
+}
+
+
+def publish(results: Results, root: Path) -> list[Path]:
+    """Writes docs/benchmarks.md, its plots, the raw samples beside them and the README's section; gives what was written.
+
+    Raises:
+        ValueError: the README has no place for the section.
+    """
+    folder, readme = root / "docs" / "benchmarks", root / "README.md"
+    section = _with_section(readme.read_text(encoding="utf-8"), _for_readme(results))
+    folder.mkdir(parents=True, exist_ok=True)
+    written = {readme: section, root / "docs" / "benchmarks.md": _document(results)}
+    written |= {folder / f"{name}.svg": svg for name, svg in drawn(results).items()}
+    for path, text in written.items():
+        path.write_text(text, encoding="utf-8")
+    results.write(folder / "results.json")
+    return [*written, folder / "results.json"]
+
+
+def _with_section(readme: str, section: str) -> str:
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has no lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{section}\n{END}{after}"
+
+
+# -- the plots ------------------------------------------------------------------------------------------------------------
+
+
+def drawn(results: Results) -> dict[str, str]:
+    """The plots of a run by name, as SVG; of those questions that it asked at more than one size."""
+    found = {}
+    lines = _lines([c for c in results.of("find") if "rows" in c.parameters], "rows", ("by prefix", "dict", "Cache"))
+    if lines:
+        found["find"] = plots.log_log("Find the checkpoint with the longest prefix", "checkpoints", "median", lines)
+    warm = [c for c in results.of("restore") if "tokens" in c.parameters and c.parameters["cache"] == "warm"]
+    lines = _lines(warm, "tokens", ("llama-ckpt", "floor", "llama.cpp", "Cache", "prefill"))
+    if lines:
+        found["restore"] = plots.log_log("Restore, verified, page cache warm", "tokens", "median", lines)
+    return found
+
+
+def _lines(cases: Iterable[Case], parameter: str, wanted: tuple[str, ...]) -> dict[str, list[tuple[float, float]]]:
+    """By way (and database, where it is not SQLite) the medians over a parameter."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for case in sorted(cases, key=lambda c: int(c.parameters[parameter])):
+        server = case.parameters.get("database") == "postgresql"
+        for way in case.samples:
+            if any(word in way for word in wanted):
+                name = f"{way} (PostgreSQL)" if server else way
+                lines.setdefault(name, []).append((float(case.parameters[parameter]), case.median(way)))
+    return lines
+
+
+# -- the documents --------------------------------------------------------------------------------------------------------
+
+
+def _for_readme(results: Results) -> str:
+    rows = [_standing_row(s) for s in bars.standings(bars.load(), results.cases) if s.figure is not None]
+    links = [f"![{name} against its size](docs/benchmarks/{name}.svg)" for name in drawn(results)]
+    return "\n".join(
+        [
+            _on_what(results),
+            "",
+            *_table(["what", "figure", "bar", ""], rows),
+            "",
+            *links,
+            "",
+            "Every way that was measured, with medians, tails and spread: [docs/benchmarks.md](docs/benchmarks.md).",
+        ]
+    )
+
+
+def _document(results: Results) -> str:
+    parts = ["# Benchmarks", "", _on_what(results), "", HOW, "", "## Where the bars stand", ""]
+    parts += _table(
+        ["what", "worst figure", "bar", ""], [_standing_row(s) for s in bars.standings(bars.load(), results.cases)]
+    )
+    plotted = drawn(results)
+    for question in QUESTIONS:
+        cases = results.of(question)
+        if not cases:
+            continue
+        parts += ["", f"## {TITLES[question]}", "", _docstring(question), ""]
+        if question in plotted:
+            parts += [f"![{question}](benchmarks/{question}.svg)", ""]
+        for case in cases:
+            parts += [f"### {case.name}", "", *_case_tables(case), ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _docstring(question: str) -> str:
+    return (importlib.import_module(f"benchmarks.{question}").__doc__ or "").strip()
+
+
+def _on_what(results: Results) -> str:
+    on, packages = results.machine, ", ".join(f"{name} {version}" for name, version in results.versions.items())
+    memory = f"{int(on['memory_bytes']) / (1 << 30):.0f} GiB"
+    return (
+        f"{on['cores']} cores of {on['processor']}, {memory}, {on['kernel']}, {on['file_system']}; SmolLM2-135M (Q4_1, f16 KV); "
+        f"{packages}. Measured {results.measured_at[:10]}, the {results.sizes} set in {results.seconds:.0f} s."
+    )
+
+
+HOW = """To repeat it: `make bench` (ten minutes on two cores) or `make bench FULL=1` (all sizes, some hours), then
+`python -m benchmarks report`, which wrote this text, its plots and the README's table from the samples in
+[benchmarks/results.json](benchmarks/results.json).
+`make bench CHECK=1` fails where a bar is missed; the bars are in [benchmarks/bars.toml](../benchmarks/bars.toml).
+
+Ratios come first: they carry over to other machines, seconds do not. Within a round every way has its turn, each round begins
+with another one, and a ratio is the median of the rounds' own ratios. *Spread* are the quartiles; a 99th percentile stands where
+there are 100 samples or more. Nothing that a user waits for is left out of llama-ckpt's times: fsync of file and folder, every
+checksum, the lease and the database commit are in them. *Cold* is after posix_fadvise(DONTNEED) on the file; a disk that is a
+file on a host may still be cached there."""
+
+
+def _standing_row(standing: Standing) -> list[str]:
+    case, figure = standing.case, standing.figure
+    if case is None or figure is None:
+        return [standing.bar.what, "-", standing.bar.limit, standing.verdict]
+    return [f"{standing.bar.what} ({case.name})", f"{_number(figure)}", standing.bar.limit, standing.verdict]
+
+
+def standing_as_text(standing: Standing) -> str:
+    """One line."""
+    what, figure, limit, verdict = _standing_row(standing)
+    return f"{what}: {figure} (bar {limit}, {verdict})"
+
+
+def _case_tables(case: Case) -> Iterator[str]:
+    floor = case.floor if case.floor in case.samples else ""
+    head = [*([f"× {floor}"] if floor else []), "median", "99th percentile", "spread", "samples"]
+    if case.samples:
+        yield from _table(["way", *head], [_way_row(case, way, floor) for way in case.samples])
+    if case.samples and case.facts:
+        yield ""
+    if case.facts:
+        yield from _table(["fact", "value"], [[name, _number(value)] for name, value in case.facts.items()])
+
+
+def _way_row(case: Case, way: str, floor: str) -> list[str]:
+    low, high = case.quartiles(way)
+    late = case.p99(way)
+    ratio = [f"{case.ratio(way, floor):.2f}"] if floor else []
+    spread, tail = f"{seconds(low)} – {seconds(high)}", seconds(late) if late is not None else "-"
+    return [way, *ratio, seconds(case.median(way)), tail, spread, str(len(case.samples[way]))]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+# -- the terminal ---------------------------------------------------------------------------------------------------------
+
+
+def as_text(results: Results) -> str:
+    """Ratios first, then where the bars stand."""
+    lines = [_on_what(results)]
+    for case in results.cases:
+        lines += ["", f"{case.question}: {case.name}"]
+        floor = case.floor if case.floor in case.samples else ""
+        for way in case.samples:
+            ratio = f"{case.ratio(way, floor):9.2f} × {floor}" if floor else ""
+            lines.append(f"  {way:<28} {seconds(case.median(way)):>10}{ratio}")
+        lines += [f"  {name}: {_number(value)}" for name, value in case.facts.items()]
+    lines += ["", *(standing_as_text(s) for s in bars.standings(bars.load(), results.cases))]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,48 @@
+"""Engines without a model: recorded rows over and over, for whatever is not about the model. From tests/support."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from support import samples
+from support.sample_engine import SampleEngine
+from support.whole import checkpoint_bytes
+
+from llama_ckpt.engine import Progress, no_progress
+from llama_ckpt.fingerprint import TokenIds
+
+__all__ = ["SampleEngine", "SyntheticEngine", "checkpoint_bytes", "ids_number"]
+
+
+def ids_number(number: int, n_tokens: int = 3) -> TokenIds:
+    """Token ids that no other number has; their state is that of the sample for all the registry can see."""
+    return np.array([number >> 15, number & 0x7FFF, *range(n_tokens - 2)], dtype=np.int32)
+
+
+class SyntheticEngine(SampleEngine):
+    """Holds a state of about `n_bytes` bytes. To load one it copies it, as llama.cpp does on a processor."""
+
+    def __init__(self, n_bytes: int) -> None:
+        ids, state = samples.read(samples.F16_FLASH)
+        n_tokens = max(len(ids), n_bytes // (len(state) // len(ids)))
+        super().__init__(samples.F16_FLASH, n_tokens=n_tokens, n_ctx=n_tokens + 1)
+        self.state = np.frombuffer(self.state, dtype=np.uint8)
+        self.cells = self.state.copy()
+
+    def take(self, state: np.ndarray) -> None:
+        """One copy."""
+        np.copyto(self.cells, state)
+
+    def capture(self) -> memoryview:
+        return self.cells.copy().data.toreadonly()
+
+    def load(self, state: memoryview, token_ids: TokenIds) -> None:
+        self.take(np.frombuffer(state, dtype=np.uint8))
+        self.held = token_ids
+
+    def evaluate(self, token_ids: TokenIds, progress: Progress = no_progress, **_: int) -> None:
+        self.held = token_ids
