@@ -68,11 +68,19 @@ def warm(
         raise result.problem
 
 
+def _outcome_of_warm(result: WarmResult) -> str:
+    restored = result.restore.outcome == "hit"
+    if restored and result.save is None and result.problem is None:
+        return "restored"
+    first = "restored in part" if restored else "evaluated"
+    return f"{first}, {result.save.outcome if result.save else 'not saved'}"
+
+
 def _tell_warm(out: Output, result: WarmResult, checkpoint: Checkpoint | None) -> None:
-    save, restored = result.save, result.restore.outcome == "hit"
+    save = result.save
     out.fields(
         {
-            "outcome": "restored" if restored else "evaluated" + (f", {save.outcome}" if save else ", not saved"),
+            "outcome": _outcome_of_warm(result),
             "why": result.restore.reason,
             "tokens restored": result.n_restored,
             "tokens evaluated": result.n_evaluated,

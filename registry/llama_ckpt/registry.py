@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import functools
 import re
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from llama_ckpt import finding, restoring, saving
+from llama_ckpt import finding, restoring, saving, warming
+from llama_ckpt.autosave import Autosave
 from llama_ckpt.db import migrate, prefixes, queries
 from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.engine import Engine, Progress, Vocabulary, no_progress
-from llama_ckpt.errors import BadInput, LlamaCkptError, NotFound
+from llama_ckpt.errors import BadInput, NotFound
 from llama_ckpt.files import StepHook, Store, no_hook
 from llama_ckpt.finding import Question
 from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash
@@ -29,12 +28,12 @@ from llama_ckpt.parts import Parts
 from llama_ckpt.restoring import RestoreOptions
 from llama_ckpt.retention import Policy
 from llama_ckpt.saving import SaveOptions
+from llama_ckpt.single_flight import DEFAULT_WAIT_S
 from llama_ckpt.values import (
     Checkpoint,
     Fingerprint,
     MatchResult,
     MergeResult,
-    Outcome,
     RegisteredModel,
     RestoreResult,
     SaveResult,
@@ -43,6 +42,7 @@ from llama_ckpt.values import (
     Status,
     WarmResult,
 )
+from llama_ckpt.warming import WarmOptions
 
 if TYPE_CHECKING:
     from llama_ckpt.schedule import CollectorSchedule
@@ -288,44 +288,45 @@ class Registry:
         engine: Engine,
         given: Input,
         *,
+        shared_prefix: Input | None = None,
         label: str | None = None,
         expires_in_s: float | None = None,
+        wait_s: float = DEFAULT_WAIT_S,
         progress: Progress = no_progress,
     ) -> WarmResult:
-        """Brings the engine to the state of an input: restores its checkpoint, evaluates what no checkpoint has, and saves what was
-        evaluated.
+        """Brings the engine to the state of an input: keeps or restores the longest beginning of it that the engine holds or the
+        registry has, evaluates the rest, and saves the whole.
+
+        Of many processes that lack the same block of tokens one evaluates it, and the others wait for what it saves, up to
+        `wait_s` seconds (0: not at all); docs/single-flight.md has the rule. `shared_prefix`, text for a text or token ids for
+        token ids, is what many inputs begin with: it becomes a checkpoint of its own first, unless its cells are there.
 
         The registry never stands in the way: if it, the store or the save fails, the input is evaluated all the same, and
-        `WarmResult.problem` says what failed. `progress` hears tokens evaluated and in all.
+        `WarmResult.problem` says what failed. `progress` hears tokens done and in all. Interrupted, the engine holds nothing or
+        what it restored, and others wait no longer than the claim lasts: at least 60 s after the last sign of progress.
 
         Raises:
-            BadInput: the input cannot be used, or is longer than the context.
+            BadInput: the input cannot be used, is longer than the context, or does not begin with the shared prefix.
             EngineFailed: the engine cannot evaluate it.
         """
-        started = time.perf_counter()
-        options = SaveOptions(label=label, expires_in_s=expires_in_s)
-        restored = self.restore(engine, given)
-        problem, saved, n_evaluated = restored.error, None, restored.n_evaluated
-        if n_evaluated == 0:  # not all of the input was there
-            token_ids = saving.token_ids_of(engine, given)
-            before = time.perf_counter()
-            engine.evaluate(token_ids, progress, n_kept=restored.n_restored)
-            n_evaluated = len(token_ids) - restored.n_restored
-            if restored.n_restored == 0:  # what the rest took says nothing of the whole
-                options = replace(options, prefill_ms=round((time.perf_counter() - before) * 1000))
-            no_use = None if restored.outcome is Outcome.HIT else restored.checkpoint
-            try:
-                saved = saving.save(self.parts, engine, given, options, instead_of=no_use)
-            except LlamaCkptError as error:
-                problem = error  # the caller's to tell: it is in the result
-        return WarmResult(
-            restore=restored,
-            save=saved,
-            n_restored=restored.n_restored,
-            n_evaluated=n_evaluated,
-            elapsed_s=time.perf_counter() - started,
-            problem=problem,
+        options = WarmOptions(
+            save=SaveOptions(label=label, expires_in_s=expires_in_s),
+            shared_prefix=shared_prefix,
+            wait_s=wait_s,
+            progress=progress,
         )
+        return warming.warm(self.parts, engine, given, functools.partial(self.match, vocabulary=engine), options)
+
+    def autosave(
+        self, engine: Engine, *, every: int, label: str | None = None, expires_in_s: float | None = None
+    ) -> Autosave:
+        """Saves what the engine generates while it does, every so many tokens and at the end of the `with` block. See `Autosave`
+        for how it is told of the tokens, and what Ctrl-C does meanwhile.
+
+        Raises:
+            BadInput: `every`, the label or the expiry cannot be used.
+        """
+        return Autosave(self.parts, engine, every, SaveOptions(label=label, expires_in_s=expires_in_s))
 
     # -- care ----------------------------------------------------------------------------------------------------------
 
