@@ -69,12 +69,19 @@ def warm(
         raise result.problem
 
 
+def _outcome_of_warm(result: WarmResult) -> str:
+    restored = result.restore.outcome == "hit"
+    if restored and result.save is None and result.problem is None:
+        return "restored"
+    first = "restored in part" if restored else "evaluated"
+    return f"{first}, {result.save.outcome if result.save else 'not saved'}"
+
+
 def _tell_warm(out: Output, result: WarmResult, checkpoint: Checkpoint | None) -> None:
-    save, whole = result.save, result.restore.n_evaluated > 0
-    how = "restored" if whole else "restored in part" if result.n_restored else "evaluated"
+    save = result.save
     out.fields(
         {
-            "outcome": how + ("" if whole else f", {save.outcome}" if save else ", not saved"),
+            "outcome": _outcome_of_warm(result),
             "why": result.restore.reason,
             "tokens restored": result.n_restored,
             "tokens evaluated": result.n_evaluated,

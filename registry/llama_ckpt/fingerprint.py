@@ -176,6 +176,18 @@ def end_hashes(before: bytes, token_ids: TokenIds) -> list[bytes]:
     return hashes
 
 
+def flight_key(fingerprint_digest: bytes, token_ids: TokenIds, n_known: int, block_size: int) -> bytes:
+    """What stands for the evaluation of an input of which a registry has the first `n_known` tokens, fewer than all: SHA-256 of
+    the prefix hash of the first block that it has not in full, or of the input's end if that comes first; 32 raw bytes. So all
+    inputs that go on with the same block have the same key (docs/single-flight.md).
+    """
+    end = (n_known // block_size + 1) * block_size
+    hashes = prefix_hashes(fingerprint_digest, token_ids[:end], block_size)
+    if rest := len(token_ids[:end]) % block_size:
+        hashes += end_hashes(hashes[-1] if hashes else fingerprint_digest, token_ids[-rest:])
+    return hashlib.sha256(hashes[-1]).digest()
+
+
 def links_of(row: Checkpoint, token_ids: TokenIds, block_size: int) -> list[PrefixLink]:
     """The links of a checkpoint: its full blocks and its end, as far as its own file covers them. A delta also links the last
     block's edge at or before its `start_token`, so that it is found among those that share what is before; the blocks below

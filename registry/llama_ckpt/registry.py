@@ -11,7 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from llama_ckpt import restoring, saving
+from llama_ckpt import restoring, saving, warming
+from llama_ckpt.autosave import Autosave
 from llama_ckpt.batching import Batch, BatchInput, BatchOptions, BatchRecord, What
 from llama_ckpt.catalogue import Catalogue
 from llama_ckpt.db import migrate, prefixes, queries
@@ -26,6 +27,7 @@ from llama_ckpt.parts import DEFAULT_DELTA_DEPTH, Parts
 from llama_ckpt.registering import SaveOptions
 from llama_ckpt.restoring import RestoreOptions
 from llama_ckpt.retention import Policy
+from llama_ckpt.single_flight import DEFAULT_WAIT_S
 from llama_ckpt.values import (
     Checkpoint,
     MergeResult,
@@ -33,6 +35,7 @@ from llama_ckpt.values import (
     SaveResult,
     WarmResult,
 )
+from llama_ckpt.warming import WarmOptions
 
 if TYPE_CHECKING:
     from llama_ckpt.schedule import CollectorSchedule
@@ -222,21 +225,45 @@ class Registry(Catalogue):
         engine: Engine,
         given: Input,
         *,
+        shared_prefix: Input | None = None,
         label: str | None = None,
         expires_in_s: float | None = None,
+        wait_s: float = DEFAULT_WAIT_S,
         progress: Progress = no_progress,
     ) -> WarmResult:
-        """Brings the engine to the state of an input: restores its checkpoint, and evaluates and saves what no checkpoint has.
+        """Brings the engine to the state of an input: keeps or restores the longest beginning of it that the engine holds or the
+        registry has, evaluates the rest, and saves the whole.
+
+        Of many processes that lack the same block of tokens one evaluates it, and the others wait for what it saves, up to
+        `wait_s` seconds (0: not at all); docs/single-flight.md has the rule. `shared_prefix`, text for a text or token ids for
+        token ids, is what many inputs begin with: it becomes a checkpoint of its own first, unless its cells are there.
 
         The registry never stands in the way: if it, the store or the save fails, the input is evaluated all the same, and
-        `WarmResult.problem` says what failed. `progress` hears tokens evaluated and in all.
+        `WarmResult.problem` says what failed. `progress` hears tokens done and in all. Interrupted, the engine holds nothing or
+        what it restored, and others wait no longer than the claim lasts: at least 60 s after the last sign of progress.
 
         Raises:
-            BadInput: the input cannot be used, or is longer than the context.
+            BadInput: the input cannot be used, is longer than the context, or does not begin with the shared prefix.
             EngineFailed: the engine cannot evaluate it.
         """
-        options = SaveOptions(label=label, expires_in_s=expires_in_s)
-        return restoring.warm(self.parts, engine, given, self.match, options, progress)
+        options = WarmOptions(
+            save=SaveOptions(label=label, expires_in_s=expires_in_s),
+            shared_prefix=shared_prefix,
+            wait_s=wait_s,
+            progress=progress,
+        )
+        return warming.warm(self.parts, engine, given, self.match, options)
+
+    def autosave(
+        self, engine: Engine, *, every: int, label: str | None = None, expires_in_s: float | None = None
+    ) -> Autosave:
+        """Saves what the engine generates while it does, every so many tokens and at the end of the `with` block. See `Autosave`
+        for how it is told of the tokens, and what Ctrl-C does meanwhile.
+
+        Raises:
+            BadInput: `every`, the label or the expiry cannot be used.
+        """
+        return Autosave(self.parts, engine, every, SaveOptions(label=label, expires_in_s=expires_in_s))
 
     def batch(
         self,

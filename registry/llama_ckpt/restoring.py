@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from llama_ckpt.db import queries, usage
-from llama_ckpt.engine import Engine, Progress
+from llama_ckpt.engine import Engine
 from llama_ckpt.errors import (
     BadInput,
     Conflict,
@@ -29,9 +29,8 @@ from llama_ckpt.formats import kv_edit
 from llama_ckpt.metrics import Event
 from llama_ckpt.parts import Parts
 from llama_ckpt.payloads import Asked, Cells, Reading, cells_of, other_mode
-from llama_ckpt.registering import SaveOptions
-from llama_ckpt.saving import save, token_ids_of
-from llama_ckpt.values import Checkpoint, MatchResult, MergeResult, Outcome, RestoreResult, StaleReason, WarmResult
+from llama_ckpt.saving import token_ids_of
+from llama_ckpt.values import Checkpoint, MatchResult, MergeResult, Outcome, RestoreResult, StaleReason
 
 log = logging.getLogger("llama_ckpt")
 
@@ -97,40 +96,6 @@ def restore(
         checkpoint=found.checkpoint,
         elapsed_s=time.perf_counter() - started,
         error=error,
-    )
-
-
-def warm(
-    parts: Parts,
-    engine: Engine,
-    given: Input,
-    match: Callable[..., MatchResult],
-    options: SaveOptions,
-    progress: Progress,
-) -> WarmResult:
-    """As `Registry.warm`; `match` is `Registry.match`."""
-    started = time.perf_counter()
-    restored = restore(parts, engine, given, match, RestoreOptions())
-    problem, saved, n_evaluated = restored.error, None, restored.n_evaluated
-    if n_evaluated == 0:  # not all of the input was there
-        token_ids = token_ids_of(engine, given)
-        before = time.perf_counter()
-        engine.evaluate(token_ids, progress, n_kept=restored.n_restored)
-        n_evaluated = len(token_ids) - restored.n_restored
-        if restored.n_restored == 0:  # what the rest took says nothing of the whole
-            options = replace(options, prefill_ms=round((time.perf_counter() - before) * 1000))
-        no_use = None if restored.outcome is Outcome.HIT else restored.checkpoint
-        try:
-            saved = save(parts, engine, given, options, instead_of=no_use)
-        except LlamaCkptError as error:
-            problem = error  # the caller's to tell: it is in the result
-    return WarmResult(
-        restore=restored,
-        save=saved,
-        n_restored=restored.n_restored,
-        n_evaluated=n_evaluated,
-        elapsed_s=time.perf_counter() - started,
-        problem=problem,
     )
 
 

@@ -253,7 +253,10 @@ class MergeResult:
 class WarmResult:
     """What `warm` did: the engine holds the input in every case.
 
-    `problem` is set when the registry or the store failed on the way: the input was evaluated without them.
+    Of the input's tokens `n_restored` came from checkpoints, `n_evaluated` were computed (those of a shared prefix among them),
+    and the engine held `n_kept` already. `restore` is the restore that brought most; `save` is None where nothing was saved.
+    `waited_s` is how long it waited for another process that computed the same; `gave_up` says that the limit ended that and
+    it was computed here too. `problem` is set when registry or store failed on the way: the input was evaluated without them.
     """
 
     restore: RestoreResult
@@ -261,6 +264,9 @@ class WarmResult:
     n_restored: int
     n_evaluated: int
     elapsed_s: float
+    n_kept: int = 0
+    waited_s: float = 0.0
+    gave_up: bool = False
     problem: LlamaCkptError | None = None
 
 

@@ -56,6 +56,7 @@ def test_a_restored_input_continues_greedily_as_the_cold_run(load, registry, opt
     engine = load(**options)
     ids = input_of(engine, n_tokens)
     _, expected = cold_run(engine, ids)
+    engine._forget(clear_data=True)
     cold = registry.warm(engine, ids)
     assert (cold.n_evaluated, cold.save.outcome) == (n_tokens, SaveOutcome.SAVED)
     logits_of_warm = next_logits(engine)

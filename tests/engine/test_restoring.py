@@ -92,6 +92,7 @@ def test_warm_evaluates_only_what_a_shorter_checkpoint_lacks_and_continues_as_th
     back = registry.restore(engine, ids)
     assert (back.outcome, back.n_restored, back.n_evaluated) == (Outcome.HIT, n, 0)
     assert engine.held_token_ids().tolist() == ids[:n].tolist()
+    engine._forget(clear_data=True)
     told = []
     warmed = registry.warm(engine, ids, progress=lambda done, total: told.append((done, total)))
     assert (warmed.n_restored, warmed.n_evaluated, warmed.save.outcome) == (n, 60 - n, SaveOutcome.SAVED)
@@ -106,6 +107,7 @@ def test_a_checkpoint_that_goes_on_otherwise_gives_its_common_beginning(engine, 
     other[20:] = ids[19:59]
     _, expected = cold(engine, ids)
     row = saved_of(registry, engine, other)
+    engine._forget(clear_data=True)
     monkeypatch.setattr(registry, "match", matched(row, 20))
     warmed = registry.warm(engine, ids)
     assert (warmed.n_restored, warmed.n_evaluated) == (20, 40)

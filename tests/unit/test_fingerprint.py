@@ -20,6 +20,7 @@ from llama_ckpt.fingerprint import (
     differences,
     end_hashes,
     fingerprint,
+    flight_key,
     input_hash,
     links_of,
     prefix_hashes,
@@ -330,3 +331,31 @@ def test_a_delta_links_from_the_edge_of_the_block_in_which_it_starts_and_leaves_
     assert links(11, 4, start_token=4) == {n: whole[n] for n in (4, 8, 11)}
     assert links(11, 4, start_token=7) == {n: whole[n] for n in (4, 8, 11)}
     assert links(11, 4, start_token=9) == {n: whole[n] for n in (8, 11)}
+
+
+# -- single flight --------------------------------------------------------------------------------------------------------
+
+
+def key(ids, n_known, digest=b"\1" * 32):
+    return flight_key(digest, as_token_ids(ids), n_known, 4)
+
+
+def test_inputs_that_go_on_with_the_same_block_have_one_flight_key_and_others_have_another():
+    one, other = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 10, 11]
+    assert key(one, 0) == key(other, 3) == key(one[:4], 0)
+    assert key(one, 4) == key(other, 7) != key(one, 0)
+    assert key(one, 8) != key(other, 8)
+    assert key([0, *one[1:]], 4) != key(one, 4), "the same block behind another one"
+    assert key(one, 0) != key(one, 0, digest=b"\2" * 32), "of another model"
+
+
+def test_an_input_that_ends_inside_a_block_has_the_flight_key_of_its_end():
+    ids = [1, 2, 3, 4, 5, 6]
+    assert key(ids, 4) == key(ids, 5) != key([*ids, 7], 4)
+    assert key([1, 2], 0) == key([1, 2], 1) != key([1, 3], 0)
+
+
+def test_a_flight_key_is_the_sha256_of_the_blocks_prefix_hash():
+    ids = as_token_ids([1, 2, 3, 4, 5, 6, 7, 8])
+    second = prefix_hashes(b"\1" * 32, ids, 4)[1]
+    assert key(ids, 4) == hashlib.sha256(second).digest()

@@ -195,10 +195,10 @@ def test_only_the_database_package_speaks_sql():
     assert broken(rule, "registry")
 
 
-def test_only_the_engine_package_knows_llama_cpp():
+def test_only_the_engine_package_knows_llama_cpp_and_not_all_of_it():
     rule = partial(imports_of, packages=("llama_cpp",))
-    assert broken(rule, *SOURCES, except_in="registry/llama_ckpt/engine/") == {}
-    assert set(broken(rule, *SOURCES)) == {f"registry/llama_ckpt/engine/{x}.py" for x in ("llamacpp", "vocabulary")}
+    modules_of_it = {f"registry/llama_ckpt/engine/{name}.py" for name in ("cache", "llamacpp", "vocabulary")}
+    assert set(broken(rule, *SOURCES)) == modules_of_it
 
 
 def test_the_native_file_functions_which_abort_the_process_are_never_called():
@@ -206,7 +206,8 @@ def test_the_native_file_functions_which_abort_the_process_are_never_called():
 
 
 def test_nothing_sleeps():
-    assert broken(sleeps, "tests", "registry", "cli") == {}
+    # Who waits for another process has nothing but the database to ask, now and then.
+    assert broken(sleeps, "tests", "registry", "cli", except_in="registry/llama_ckpt/single_flight.py") == {}
 
 
 def test_a_module_can_be_read_in_one_go():

@@ -11,6 +11,7 @@ from llama_ckpt.db.types import now_us
 from llama_ckpt.gc_values import GcItem, GcRun
 
 _KEPT_US = 90 * 86_400 * 1_000_000
+_FORGOTTEN_US = 3_600 * 1_000_000
 
 
 def take_lease(db: sa.Connection, name: str, holder: str, seconds: float) -> int | None:
@@ -94,7 +95,8 @@ def runs(db: sa.Connection, at_most: int) -> list[GcRun]:
 
 
 def take_claim(db: sa.Connection, key: bytes, holder: str, reserved_bytes: int, seconds: float) -> bool:
-    """Claims the computing of an input (its `active_key`), or renews a claim of one's own; False when another has it.
+    """Claims a key, or renews a claim of one's own; False when another has it. A key stands for what is computed
+    (`fingerprint.flight_key`), or for room that is reserved.
 
     Raises:
         sqlalchemy IntegrityError: another claimed it at this moment.
@@ -114,6 +116,19 @@ def take_claim(db: sa.Connection, key: bytes, holder: str, reserved_bytes: int, 
 def drop_claim(db: sa.Connection, key: bytes, holder: str) -> None:
     """Gives a claim back, if it is still ours."""
     db.execute(sa.delete(save_claim).where(save_claim.c.claim_key == key, save_claim.c.holder == holder))
+
+
+def claim_of(db: sa.Connection, key: bytes) -> tuple[str, float] | None:
+    """Who claims a key, and for how many seconds yet: none or fewer when the claim has expired. None where nobody does."""
+    left = (save_claim.c.expires_us - now_us()).label("left_us")
+    row = db.execute(sa.select(save_claim.c.holder, left).where(save_claim.c.claim_key == key)).first()
+    return None if row is None else (str(row.holder), int(row.left_us) / 1_000_000)
+
+
+def forget_claims(db: sa.Connection) -> None:
+    """Deletes what killed holders left: claims that expired over an hour ago. Not the row that savers queue at."""
+    old = save_claim.c.expires_us < now_us() - _FORGOTTEN_US
+    db.execute(sa.delete(save_claim).where(old, save_claim.c.holder != "budget"))
 
 
 def claimed_bytes(db: sa.Connection) -> int:
