@@ -6,6 +6,7 @@ crash leaves at most a file without a row. A delete takes the row first and the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -252,7 +253,7 @@ class Registry(Catalogue):
             wait_s=wait_s,
             progress=progress,
         )
-        return warming.warm(self.parts, engine, given, self.match, options)
+        return warming.warm(self.parts, engine, given, functools.partial(self.match, vocabulary=engine), options)
 
     def autosave(
         self, engine: Engine, *, every: int, label: str | None = None, expires_in_s: float | None = None

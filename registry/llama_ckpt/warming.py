@@ -165,10 +165,21 @@ class _Warming:
         """Evaluates what the engine does not hold, and saves the whole; None where it could not be saved."""
         before, options = time.perf_counter(), self._options.save
         n_kept = n_restored or self._n_held(token_ids)
-        self._engine.evaluate(token_ids, self._progress, n_kept=n_kept)
-        self.n_evaluated += len(token_ids) - n_kept
+        n_tokens, saved = len(token_ids), None
+        # A state that cannot be cut cannot give its last token back, whose logits a restore must compute: it is saved one short.
+        is_cut = self._engine.memory_kind is MemoryKind.FULL
+        if not is_cut and n_kept < n_tokens - 1:
+            self._engine.evaluate(token_ids[:-1], self._progress, n_kept=n_kept)
+            saved = self._save(token_ids[:-1], options, failed)
+            self._engine.evaluate(token_ids, self._progress, n_kept=n_tokens - 1)
+        else:
+            self._engine.evaluate(token_ids, self._progress, n_kept=n_kept)
+        self.n_evaluated += n_tokens - n_kept
         if n_kept == 0:  # what the rest took says nothing of the whole
             options = replace(options, prefill_ms=round((time.perf_counter() - before) * 1000))
+        return self._save(given, options, failed) if is_cut else saved
+
+    def _save(self, given: Input, options: SaveOptions, failed: RestoreResult | None) -> SaveResult | None:
         self.flight.renew(at_once=True)
         try:
             no_use = None if failed is None else failed.checkpoint

@@ -76,6 +76,17 @@ def test_longer_checkpoints_of_it_are_written_whole(registry, engine):
         assert registry.save(engine, IDS[:n]).checkpoint.parent_no is None
 
 
+def test_a_warm_of_the_same_input_evaluates_one_token_and_gives_the_cold_runs_logits(registry, engine):
+    engine.evaluate(OTHER)
+    first = registry.warm(engine, IDS)
+    assert (first.n_evaluated, first.save.outcome, first.save.checkpoint.n_tokens) == (60, SaveOutcome.SAVED, 59)
+    cold = logits(engine)
+    engine.evaluate(OTHER)
+    again = registry.warm(engine, IDS)
+    assert (again.restore.outcome, again.n_restored, again.n_evaluated) == (Outcome.HIT, 59, 1)
+    assert np.array_equal(logits(engine), cold)
+
+
 @pytest.mark.skipif(SWA_GGUF is None, reason="no LLAMA_CKPT_TEST_SWA_GGUF names a real model")
 def test_a_real_sliding_window_model_goes_on_from_its_checkpoint(registry):
     engine = LlamaCppEngine.from_path(SWA_GGUF, n_ctx=2048, logits_all=True)
