@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.causal_engine import CausalEngine
 from support.sample_engine import SampleEngine
 
 from llama_ckpt.errors import BadInput, StoreFull
@@ -43,6 +44,18 @@ def test_warm_evaluates_and_saves_once_and_then_restores(run, stand_in):
     assert second["written"] == "nothing"
     assert run("ls", "-q").lines == [first["checkpoint"]]
     assert run("show", first["checkpoint"]).fields["hits"] == "1"
+
+
+def test_warm_of_an_input_that_goes_on_from_a_known_one_says_that_it_restored_a_part(run, stand_in, monkeypatch):
+    monkeypatch.setattr("llama_ckpt_cli.inputs.load_engine", lambda *_, **__: CausalEngine())
+    shared = " ".join(map(str, range(20)))
+    run("warm", *stand_in, "--text", shared).succeeded()
+    longer = run("warm", *stand_in, "--text", f"{shared} 7 8").succeeded().fields
+    told = [longer[name] for name in ("outcome", "tokens restored", "tokens evaluated")]
+    assert told == ["restored in part, saved", "20", "2"]
+    monkeypatch.setattr(Store, "free_bytes", lambda _: 1000)
+    unsaved = run("warm", *stand_in, "--text", f"{shared} 9")
+    assert (unsaved.code, unsaved.fields["outcome"]) == (StoreFull.exit_code, "restored in part, not saved")
 
 
 def test_warm_keeps_the_label_and_the_expiry(run, stand_in):
