@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.causal_engine import CausalEngine
 from support.sample_engine import SampleEngine
 
 from llama_ckpt.errors import BadInput, StoreFull
 from llama_ckpt.files import Store
-from llama_ckpt.registry import Registry
-from llama_ckpt.values import MatchResult, Outcome
 
 PROMPT = "The wind turned to the north-west in the night, and in the morning it rained."
 
@@ -47,19 +46,16 @@ def test_warm_evaluates_and_saves_once_and_then_restores(run, stand_in):
     assert run("show", first["checkpoint"]).fields["hits"] == "1"
 
 
-def test_warm_says_what_it_restored_in_part(run, stand_in, place, monkeypatch):
-    (saved,) = run("warm", *stand_in, "--text", "one", "-q").succeeded().lines
-    with Registry.open(store=place) as registry:
-        row = registry.get(saved)
-
-    def first_two(*_, **__):
-        return MatchResult(outcome=Outcome.HIT, reason="planted", input_hash=b"", checkpoint=row, n_matching=2)
-
-    monkeypatch.setattr(Registry, "match", first_two)
-    shown = run("warm", *stand_in, "--text", "two").succeeded().fields
-    told = (shown["outcome"], shown["tokens restored"], shown["tokens evaluated"])
-    assert told == ("restored in part, saved", "2", "1")
-    assert shown["checkpoint"] != saved
+def test_warm_of_an_input_that_goes_on_from_a_known_one_says_that_it_restored_a_part(run, stand_in, monkeypatch):
+    monkeypatch.setattr("llama_ckpt_cli.inputs.load_engine", lambda *_, **__: CausalEngine())
+    shared = " ".join(map(str, range(20)))
+    run("warm", *stand_in, "--text", shared).succeeded()
+    longer = run("warm", *stand_in, "--text", f"{shared} 7 8").succeeded().fields
+    told = [longer[name] for name in ("outcome", "tokens restored", "tokens evaluated")]
+    assert told == ["restored in part, saved", "20", "2"]
+    monkeypatch.setattr(Store, "free_bytes", lambda _: 1000)
+    unsaved = run("warm", *stand_in, "--text", f"{shared} 9")
+    assert (unsaved.code, unsaved.fields["outcome"]) == (StoreFull.exit_code, "restored in part, not saved")
 
 
 def test_warm_keeps_the_label_and_the_expiry(run, stand_in):
