@@ -38,7 +38,7 @@ def logits(engine):
 
 
 def goes_on_as(engine, cold):
-    """To the bit; but in a window's cache the cells of a loaded state lie at other places, so that sums are taken in another order:
+    """To the bit; but in a window's cache the cells of a loaded state lie at other places, and sums are taken in another order:
     then as near as two ways of batching are to each other.
     """
     if engine.memory_kind is MemoryKind.SWA:
