@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from llama_ckpt.words import count, size
 from llama_ckpt_cli.batch_files import Line, Results, read_lines
 from llama_ckpt_cli.inputs import ContextSize, FlashAttention, Gguf, KvType, Threads
-from llama_ckpt_cli.output import count, plain, size, span
+from llama_ckpt_cli.output import plain, span
 from llama_ckpt_cli.session import Session, command
 
 if TYPE_CHECKING:

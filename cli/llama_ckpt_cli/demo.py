@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llama_ckpt_cli.output import size, span
+from llama_ckpt.words import size
+from llama_ckpt_cli.output import span
 from llama_ckpt_cli.session import Session, command
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from llama_ckpt.words import count, size
 from llama_ckpt_cli.inputs import TextFile
-from llama_ckpt_cli.output import count, size
 from llama_ckpt_cli.session import Session, command
 
 if TYPE_CHECKING:

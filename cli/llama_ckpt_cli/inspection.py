@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llama_ckpt_cli.output import count, size, when
+from llama_ckpt.words import count, size
+from llama_ckpt_cli.output import when
 from llama_ckpt_cli.session import Session, command
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llama_ckpt_cli.output import count, size, span, when
+from llama_ckpt.words import count, size
+from llama_ckpt_cli.output import span, when
 from llama_ckpt_cli.session import GRACES, Session, command, confirm
 
 if TYPE_CHECKING:

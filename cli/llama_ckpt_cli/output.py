@@ -119,20 +119,6 @@ def plain(value: Any) -> Any:
             return value
 
 
-def size(n_bytes: float) -> str:
-    """Bytes for people: 12 B, 3.4 KiB, 92.2 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n_bytes < 1024:
-            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1024
-    return f"{n_bytes:.1f} TiB"
-
-
-def count(n: int, noun: str) -> str:
-    """How many of something: 1 file, 2 files."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
 def span(seconds: float) -> str:
     """A length of time for people: 3.2 ms, 4.5 s, 12 min, 3.4 h, 5.0 d."""
     if seconds < 1:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llama_ckpt_cli.output import count, size
+from llama_ckpt.words import count, size
 from llama_ckpt_cli.session import LIMITS, Session, command, confirm
 
 if TYPE_CHECKING:

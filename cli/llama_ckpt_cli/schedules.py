@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llama_ckpt_cli.output import count, size, when
+from llama_ckpt.words import count, size
+from llama_ckpt_cli.output import when
 from llama_ckpt_cli.session import GRACES, LIMITS, Session, command, config_file
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llama_ckpt_cli.output import count, size
+from llama_ckpt.words import count, size
 from llama_ckpt_cli.session import Session, command
 
 if TYPE_CHECKING:

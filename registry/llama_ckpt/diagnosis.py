@@ -87,17 +87,3 @@ def of_clocks(name: str, what: str, ahead_s: float) -> Diagnosis:
 def apart_s(there: float, before: float, after: float) -> float:
     """How far a clock that showed `there` is from one that showed `before` and `after` around it; 0 where it lies between."""
     return there - after if there > after else min(0.0, there - before)
-
-
-def size(n_bytes: float) -> str:
-    """Bytes for people: 12 B, 3.4 KiB, 92.2 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n_bytes < 1024:
-            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1024
-    return f"{n_bytes:.1f} TiB"
-
-
-def count(n: int, noun: str) -> str:
-    """How many of something: 1 file, 2 files."""
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from llama_ckpt import owners, reuse
 from llama_ckpt.db.schedules import ScheduleRow
-from llama_ckpt.diagnosis import Diagnosis, Level, count, fail, guarded, not_checked, ok, size, warn, worst
+from llama_ckpt.diagnosis import Diagnosis, Level, fail, guarded, not_checked, ok, warn, worst
 from llama_ckpt.doctor_database import DatabaseReport, examine_database
 from llama_ckpt.doctor_store import examine_store, is_folder
 from llama_ckpt.errors import BadInput, LlamaCkptError
@@ -26,6 +26,7 @@ from llama_ckpt.policies import policy_of
 from llama_ckpt.retention import Policy
 from llama_ckpt.reuse import WrappingEngine
 from llama_ckpt.walking import Entry
+from llama_ckpt.words import count, size
 
 __all__ = ["Diagnosis", "Level", "examine", "worst"]
 

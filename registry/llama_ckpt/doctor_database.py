@@ -10,8 +10,9 @@ from pathlib import Path
 from llama_ckpt.db import health, migrate, queries, schedules
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.schedules import ScheduleRow
-from llama_ckpt.diagnosis import Diagnosis, Level, apart_s, fail, guarded, not_checked, of_clocks, ok, size, warn
+from llama_ckpt.diagnosis import Diagnosis, Level, apart_s, fail, guarded, not_checked, of_clocks, ok, warn
 from llama_ckpt.errors import BadInput, DatabaseUnavailable, LlamaCkptError
+from llama_ckpt.words import size
 
 _QUICK_CHECK_BYTES = 1 << 30  # it reads the whole file: some seconds for a gigabyte
 NAMES = ("database", "database writes", "schema", "database clock")

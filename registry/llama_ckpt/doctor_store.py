@@ -10,10 +10,11 @@ from pathlib import Path
 
 from llama_ckpt import store_probe
 from llama_ckpt.db.connect import NETWORK
-from llama_ckpt.diagnosis import Diagnosis, fail, guarded, not_checked, of_clocks, ok, size, warn
+from llama_ckpt.diagnosis import Diagnosis, fail, guarded, not_checked, of_clocks, ok, warn
 from llama_ckpt.gc_values import Disk
 from llama_ckpt.retention import Policy
 from llama_ckpt.store_probe import Probed
+from llama_ckpt.words import size
 
 _MOUNTS = Path("/proc/self/mountinfo")
 # A save waits for two fsyncs. From here on that is longer than the evaluation which a checkpoint of a short prompt spares.
