@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llama_ckpt.db import queries, usage
 from llama_ckpt.engine import Engine
@@ -35,6 +35,7 @@ from llama_ckpt.values import Checkpoint, MatchResult, MergeResult, Outcome, Res
 log = logging.getLogger("llama_ckpt")
 
 LEASE_S = 60.0
+_MORE_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +69,38 @@ def restore(
     parts: Parts, engine: Engine, given: Input, match: Callable[..., MatchResult], options: RestoreOptions
 ) -> RestoreResult:
     """As `Registry.restore`; `match` is `Registry.match`. The checkpoint that it names may be longer or shorter than the input,
-    or differ from it after `n_matching` tokens: these are restored.
+    or differ from it after `n_matching` tokens: these are restored. Where one turns out to be of no use, the next best is tried.
     """
     started = time.perf_counter()
     token_ids = token_ids_of(engine, given)
+    found = _found(engine, given, token_ids, match, options)
+    first = result = _tried(parts, engine, given, token_ids, found, options)
+    for _ in range(_MORE_TRIES):
+        if result.outcome is not Outcome.NO_MATCH or result.checkpoint is None:
+            break
+        found = _found(engine, given, token_ids, match, options)
+        if found.checkpoint is None or found.checkpoint.id == result.checkpoint.id:
+            break  # there is no other
+        result = _tried(parts, engine, given, token_ids, found, options)
+    told = first if result.outcome is Outcome.NO_MATCH else result  # the best one's fault says most
+    parts.metrics.count(told.outcome.value)
+    return replace(told, elapsed_s=time.perf_counter() - started)
+
+
+def _found(
+    engine: Engine, given: Input, token_ids: TokenIds, match: Callable[..., MatchResult], options: RestoreOptions
+) -> MatchResult:
     found = match(given, fingerprint=engine.fingerprint, token_ids=token_ids)
     if found.outcome is Outcome.NO_MATCH and options.transpose_v:
         turned = match(given, fingerprint=other_mode(engine.fingerprint), token_ids=token_ids)
         found = turned if turned.outcome is Outcome.HIT else found
+    return found
+
+
+def _tried(
+    parts: Parts, engine: Engine, given: Input, token_ids: TokenIds, found: MatchResult, options: RestoreOptions
+) -> RestoreResult:
+    """What comes of one answer: of a checkpoint, if it names one, what its load does."""
     outcome, reason, error, n_evaluated = found.outcome, found.reason, found.error, 0
     if found.checkpoint is not None:
         try:
@@ -87,14 +112,13 @@ def restore(
         except LlamaCkptError as failure:
             outcome, reason = _outcome_of(failure), str(failure)
             error = without_frames(failure) if outcome is Outcome.FAILED else None
-    parts.metrics.count(outcome.value)
     return RestoreResult(
         outcome=outcome,
         reason=reason,
         n_restored=found.n_matching - n_evaluated if outcome is Outcome.HIT else 0,
         n_evaluated=n_evaluated,
         checkpoint=found.checkpoint,
-        elapsed_s=time.perf_counter() - started,
+        elapsed_s=0.0,
         error=error,
     )
 

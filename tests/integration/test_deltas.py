@@ -310,6 +310,18 @@ def test_a_bad_parent_takes_its_deltas_along_and_the_next_save_writes_in_full(bl
     assert restored(blocks_of_four, engine, [*STORY, 7]).outcome is Outcome.HIT
 
 
+def test_a_restore_whose_best_checkpoint_is_damaged_takes_the_next_best(blocks_of_four, engine, save):
+    story = save(STORY).checkpoint
+    longer = save([*STORY, 7, 8]).checkpoint
+    data = bytearray(path(blocks_of_four, longer).read_bytes())
+    data[-5] ^= 1
+    path(blocks_of_four, longer).write_bytes(data)
+    engine.evaluate([1])
+    back = blocks_of_four.restore(engine, [*STORY, 7, 8, 9])
+    assert (back.outcome, back.checkpoint.id, back.n_restored) == (Outcome.HIT, story.id, 40)
+    assert blocks_of_four.get(longer.id).stale_reason is StaleReason.CORRUPT
+
+
 @pytest.mark.parametrize("harm", ["damaged", "gone"])
 def test_a_save_that_finds_its_base_bad_writes_in_full(blocks_of_four, save, harm):
     story = save(STORY).checkpoint
