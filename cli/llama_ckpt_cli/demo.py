@@ -248,6 +248,7 @@ class Story:
         """Another question about the same document: the document is restored, the question evaluated, its cells alone written."""
         document = self.prompt.rpartition("Question:")[0]
         other = f"{document}Question: on which days did it rain?\nAnswer:"
+        self.engine.evaluate(self.engine.token_ids("Good morning."))  # so that it does not hold the document any more
         warm = self.registry.warm(self.engine, other, label="demo")
         row = warm.save.checkpoint if warm.save else None
         self.check(

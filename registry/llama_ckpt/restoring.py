@@ -87,12 +87,28 @@ def restore(
     return replace(told, elapsed_s=time.perf_counter() - started)
 
 
+@dataclass(frozen=True, slots=True)
+class _Tokenized:
+    """A vocabulary for one text, whose token ids are known already."""
+
+    engine: Engine
+    ids: TokenIds
+
+    def token_ids(self, _text: str) -> TokenIds:
+        return self.ids
+
+    def text_of(self, token_ids: TokenIds) -> str:
+        return self.engine.text_of(token_ids)
+
+
 def _found(
     engine: Engine, given: Input, token_ids: TokenIds, match: Callable[..., MatchResult], options: RestoreOptions
 ) -> MatchResult:
-    found = match(given, fingerprint=engine.fingerprint, token_ids=token_ids)
+    # As a vocabulary and not as ids: an input found by its hash may have other tokens by now, and that is told below.
+    known = _Tokenized(engine, token_ids)
+    found = match(given, fingerprint=engine.fingerprint, vocabulary=known)
     if found.outcome is Outcome.NO_MATCH and options.transpose_v:
-        turned = match(given, fingerprint=other_mode(engine.fingerprint), token_ids=token_ids)
+        turned = match(given, fingerprint=other_mode(engine.fingerprint), vocabulary=known)
         found = turned if turned.outcome is Outcome.HIT else found
     return found
 

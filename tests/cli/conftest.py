@@ -284,6 +284,7 @@ def complete(populated):
         ("pin",): [populated.ids["one"], populated.ids["two"]],
         ("unpin",): [populated.ids["one"]],
         ("rm",): [populated.ids["one"]],
+        ("flatten",): [populated.ids["one"]],
         ("adopt",): [str(populated.path("one"))],
         ("export",): [populated.ids["one"], "--format", "llam", "-o", str(populated.exported), "--force"],
         ("inspect",): [str(populated.path("one"))],

@@ -63,6 +63,7 @@ def test_quiet_prints_bare_values_and_says_nothing_on_stderr(run, populated, com
         ("pin",): [ids["one"], ids["two"]],
         ("unpin",): [ids["one"]],
         ("rm",): [ids["one"]],
+        ("flatten",): [ids["one"]],
         ("adopt",): [ids["one"]],
         ("export",): [str(populated.exported)],
         ("inspect",): ["whole: every check passed"],

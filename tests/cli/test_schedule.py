@@ -197,7 +197,7 @@ def test_a_single_run_that_fails_ends_with_the_errors_code_and_is_seen_in_status
 
 def test_a_single_run_that_leaves_a_file_behind_fails_after_its_result(run, populated, monkeypatch):
     left = Sweep(n_marked=0, n_items=2, n_failed=1, freed_bytes=10)
-    monkeypatch.setattr(Collector, "sweep", lambda _self, _policy: left)
+    monkeypatch.setattr(Collector, "sweep", lambda _self, _policy, _stopped: left)
     run("schedule", "run", "--once").failed(StoreUnavailable, "1 file could not be deleted", out=None)
     assert "1 could not be deleted" in run("schedule", "status").out
 

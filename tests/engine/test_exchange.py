@@ -13,7 +13,6 @@ from llama_ckpt.engine.llamacpp import LlamaCppEngine
 from llama_ckpt.errors import Incompatible
 from llama_ckpt.exporting import ExportFormat, ExportOptions, export
 from llama_ckpt.formats import container, engine_files, kv_edit, kv_numbers, kv_state
-from llama_ckpt.formats.kv_layout import Dialect
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Outcome
 from llama_ckpt_cli.app import main
@@ -99,9 +98,9 @@ def test_a_real_file_is_adopted_and_continues_as_a_fresh_evaluation(registry, lo
     ids = contents.token_ids
     assert ids.tolist() == engine_files.held_token_ids(file).tolist()
     expected = cold(engine, ids)
-    rotation = kv_state.parse(contents.payload).rotation_words
-    dialect = Dialect.from_text(engine.dialect)
-    engine.load(kv_edit.to_dialect(contents.payload, dialect, rotation=rotation, now=rotation), ids)
+    engine.evaluate(ids[::-1].copy())
+    back = registry.restore(engine, ids)
+    assert (back.outcome, back.checkpoint.id) == (Outcome.HIT, row.id), back.reason
     assert np.abs(next_logits(engine) - expected).max() <= tolerance(name)
     assert next_logits(engine).argmax() == expected.argmax()
 

@@ -80,18 +80,3 @@ def test_the_rotation_switch_is_read_as_llama_cpp_reads_it(text, number):
     from llama_ckpt.engine.llamacpp import _atoi
 
     assert _atoi(text) == number
-
-
-def test_kinds_of_memory_that_cannot_be_saved_are_evaluated_and_the_answer_says_why(load, tmp_path, monkeypatch):
-    from llama_ckpt.errors import Unsupported
-    from llama_ckpt.registry import Registry
-    from llama_ckpt.values import MemoryKind
-
-    engine = load()
-    monkeypatch.setattr(engine, "memory_kind", MemoryKind.SWA)
-    with Registry.open(store=tmp_path / "store") as registry:
-        warmed = registry.warm(engine, "The weather")
-        assert registry.list() == []
-    assert warmed.n_evaluated == engine.llama.n_tokens
-    assert isinstance(warmed.problem, Unsupported)
-    assert "saving swa memory" in str(warmed.problem)

@@ -8,8 +8,8 @@ from support.llama_server import running
 
 from llama_ckpt.adopting import AdoptOptions, AdoptOutcome, adopt
 from llama_ckpt.exporting import ExportFormat, ExportOptions, export
-from llama_ckpt.formats import engine_files, kv_edit, kv_state
-from llama_ckpt.formats.kv_layout import Dialect
+from llama_ckpt.formats import engine_files
+from llama_ckpt.values import Outcome
 
 pytestmark = [pytest.mark.llama, pytest.mark.server]
 
@@ -83,21 +83,13 @@ def test_a_slot_of_the_server_is_adopted_and_continues_as_the_cold_run(pair, reg
     assert found.outcome is AdoptOutcome.ADOPTED, found.reason
     assert found.checkpoint.n_tokens == len(ids)
     cold = cold_logits(engine, ids)
-    with registry.store.map(found.checkpoint.file_path) as view:
-        state = kv_state.parse(payload := memoryview(bytes(view[-payload_size(view) :])))
-    rotation = state.rotation_words
-    engine.load(kv_edit.to_dialect(payload, Dialect.from_text(engine.dialect), rotation=rotation, now=rotation), ids)
+    back = registry.restore(engine, ids)
+    assert back.outcome is Outcome.HIT, back.reason
     warm = next_logits(engine)
     record_property("difference", float(np.abs(warm - cold).max()))
     assert int(warm.argmax()) == int(cold.argmax()) == told["completion_probabilities"][0]["id"]
     # The builds compute with other kernels: what is left is far below what separates two tokens.
     assert np.abs(warm - cold).max() < 0.05 * np.ptp(cold)
-
-
-def payload_size(view) -> int:
-    from llama_ckpt.formats import container
-
-    return container.read_header(view, "x")[0].payload_size
 
 
 def cold_logits(engine, ids):

@@ -328,12 +328,12 @@ def test_without_the_database_one_computes_without_a_claim_and_the_answer_says_s
         raise DatabaseUnavailable(url="sqlite://", reason="it went away")
 
     if way == "query":
-        claim(registry, flight_key(engine.fingerprint.digest, engine.ids, 0, 256))
+        claim(registry, flight_key(engine.fingerprint.digest, engine.token_ids("one"), 0, 256))
     monkeypatch.setattr(coordination, of_claims, fails)
     warmed = registry.warm(engine, "one")
     assert (len(engine.held), warmed.n_evaluated, type(warmed.problem)) == (3, 3, DatabaseUnavailable)
     monkeypatch.undo()
-    drop(registry, flight_key(engine.fingerprint.digest, engine.ids, 0, 256))
+    drop(registry, flight_key(engine.fingerprint.digest, engine.token_ids("one"), 0, 256))
 
 
 def test_a_claim_that_cannot_be_given_back_is_told_and_changes_nothing(registry, monkeypatch, caplog):

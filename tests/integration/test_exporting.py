@@ -26,7 +26,13 @@ def write(registry, row, path, kind=GGSQ, **options):
 
 def saved_from(registry, engine):
     engine.evaluate(engine.ids)
-    return registry.save(engine, "one").checkpoint
+    return registry.save(engine, engine.ids).checkpoint
+
+
+@pytest.fixture
+def saved(registry, engine):
+    """A checkpoint of the sample's own token ids."""
+    return saved_from(registry, engine)
 
 
 @pytest.mark.parametrize(

@@ -81,13 +81,20 @@ def test_a_beginning_of_a_few_tokens_is_not_kept(registry, engine):
     assert warmed.save.checkpoint.prefill_ms is not None
 
 
+def engine_of_nothing(engine):
+    engine.held = engine.held[:0]
+    return engine
+
+
 @pytest.mark.parametrize("beyond", [0, 1], ids=["held to its end", "held beyond"])
 def test_memory_that_cannot_be_cut_is_kept_only_if_the_input_goes_on_from_all_of_it(registry, engine, beyond):
     engine.memory_kind = MemoryKind.RECURRENT
     engine.evaluate([*PREFIX[:100], *[99] * beyond])
     warmed = registry.warm(engine, PREFIX)
     assert counts(warmed) == ((0, 0, 300) if beyond else (100, 0, 200))
-    assert "saving recurrent memory is not supported" in str(warmed.problem)
+    assert (warmed.problem, warmed.save.checkpoint.n_tokens) == (None, 299)
+    again = registry.warm(engine_of_nothing(engine), PREFIX)
+    assert counts(again) == (0, 299, 1)
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_next_best_one(registry, engine):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from support.sample_engine import SampleEngine
+from support.sample_engine import SampleEngine, TokenEngine
 
 pytest.importorskip("oracledb", reason="the recording driver borrows the constants of 'oracledb' (extra 'oracle')")
 
@@ -622,7 +622,7 @@ def test_the_deepest_prefix_is_found_by_bisection_and_leaves_with_the_mark(regis
 
 
 def test_a_match_by_prefix_and_a_later_link_speak_oracles_sql(registry, engine, saved):
-    asked = [*engine.ids.tolist(), 7]
+    asked = [*engine.token_ids("one").tolist(), 7]
     registry = Registry(dataclasses.replace(registry.parts, min_match_tokens=2))
     registry.database.__dict__["round_trip_s"] = 1.0
     found = registry.match(asked, fingerprint=engine.fingerprint)
@@ -635,6 +635,27 @@ def test_a_match_by_prefix_and_a_later_link_speak_oracles_sql(registry, engine, 
     assert "round_trip_s" in vars(registry.database)
     del registry.database.round_trip_s
     assert registry.database.round_trip_s > 0
+
+
+def test_a_delta_is_saved_restored_and_flattened(registry):
+    engine, story = TokenEngine(), list(range(100, 140))
+    rows = []
+    for ids in (story, [*story, 7, 8], story[:30]):
+        engine.evaluate(ids)
+        rows.append(registry.save(engine, ids).checkpoint)
+    assert [row.start_token for row in rows] == [0, 40, 30]
+    engine.evaluate([1])
+    assert registry.restore(engine, [*story, 7, 8]).n_restored == 41
+    for row in rows[1:]:
+        assert registry.flatten(row.id).parent_no is None
+
+
+def test_who_holds_a_claim_is_told(registry):
+    key = bytes(32)[:-1] + b"\x01"
+    with registry.database.write() as db:
+        assert coordination.claim_of(db, key) is None
+        assert coordination.take_claim(db, key, "host:1", 0, 60)
+        assert coordination.claim_of(db, key) is not None
 
 
 def test_a_parent_stays_while_a_delta_needs_it_and_takes_its_deltas_along(registry, engine, saved):
@@ -833,7 +854,7 @@ def test_what_another_connection_has_not_committed_is_not_seen(registry):
 
 
 def test_a_planned_answer_goes_before_the_rows(registry, oracle):
-    oracle.answer(r"SELECT llama_checkpoint_meta.ckpt_no", ["CKPT_NO"], [(41,)])
+    oracle.answer(r"SELECT llama_checkpoint_meta.ckpt_no\s+FROM", ["CKPT_NO"], [(41,)])
     with registry.database.read() as db:
         assert not queries.is_empty(db)
 

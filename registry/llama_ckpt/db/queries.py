@@ -103,7 +103,7 @@ def _model(row: sa.Row[Any]) -> RegisteredModel:
 
 def find_active(db: sa.Connection, digest: bytes, of_input: bytes) -> Checkpoint | None:
     """The ACTIVE, unexpired row of this fingerprint and input: one look-up by a unique key."""
-    row = db.execute(_FIND_ACTIVE, {"key": active_key(digest, of_input)}).one_or_none()
+    row = db.execute(_FIND_ACTIVE, {"active_key": active_key(digest, of_input)}).one_or_none()
     return None if row is None else _checkpoint(row)
 
 
@@ -134,7 +134,7 @@ def _unexpired() -> sa.ColumnElement[bool]:
 
 
 # Asked by every match and save: putting it together takes longer than the look-up.
-_FIND_ACTIVE = sa.select(*_COLUMNS).where(meta.c.active_key == sa.bindparam("key", type_=Digest), _unexpired())
+_FIND_ACTIVE = sa.select(*_COLUMNS).where(meta.c.active_key == sa.bindparam("active_key", type_=Digest), _unexpired())
 
 
 def expire_due(db: sa.Connection, digest: bytes, of_input: bytes) -> None:
