@@ -253,23 +253,36 @@ def lease(db: sa.Connection, row: Checkpoint, seconds: float) -> int | None:
     """
     # Readers tell their leases apart by the expiry, and SQLite's clock counts milliseconds.
     until = clock_us(db) + int(seconds * 1_000_000) + secrets.randbelow(1000)
-    longer = sa.case((sa.func.coalesce(meta.c.lease_until_us, 0) > until, meta.c.lease_until_us), else_=until)
-    changed = db.execute(
-        sa.update(meta).where(meta.c.ckpt_no == row.ckpt_no, meta.c.status == ACTIVE).values(lease_until_us=longer)
-    )
+    changed = db.execute(_LEASE, {"of_row": row.ckpt_no, "until_us": until})
     return until if changed.rowcount == 1 else None
 
 
 def release(db: sa.Connection, row: Checkpoint, until: int) -> None:
     """Gives a lease back, unless a later reader has put the expiry off."""
-    held = [meta.c.ckpt_no == row.ckpt_no, meta.c.lease_until_us == until]
-    db.execute(sa.update(meta).where(*held).values(lease_until_us=None))
+    db.execute(_RELEASE, {"of_row": row.ckpt_no, "until_us": until})
 
 
 def record_hit(db: sa.Connection, row: Checkpoint) -> None:
     """Counts one restore, which has read and checked every byte of the file."""
-    values = {"hit_count": meta.c.hit_count + 1, "last_used_us": now_us(), "verified_us": now_us()}
-    db.execute(sa.update(meta).where(meta.c.ckpt_no == row.ckpt_no).values(**values))
+    db.execute(_RECORD_HIT, {"of_row": row.ckpt_no})
+
+
+# What every restore writes: putting a statement together takes longer than SQLite takes to carry it out.
+_OF_ROW = meta.c.ckpt_no == sa.bindparam("of_row", type_=sa.BigInteger)
+_UNTIL = sa.bindparam("until_us", type_=sa.BigInteger)
+_LEASE = (
+    sa.update(meta)
+    .where(_OF_ROW, meta.c.status == ACTIVE)
+    .values(
+        lease_until_us=sa.case(
+            (sa.func.coalesce(meta.c.lease_until_us, 0) > _UNTIL, meta.c.lease_until_us), else_=_UNTIL
+        )
+    )
+)
+_RELEASE = sa.update(meta).where(_OF_ROW, meta.c.lease_until_us == _UNTIL).values(lease_until_us=None)
+_RECORD_HIT = (
+    sa.update(meta).where(_OF_ROW).values(hit_count=meta.c.hit_count + 1, last_used_us=now_us(), verified_us=now_us())
+)
 
 
 def record_verified(db: sa.Connection, row: Checkpoint) -> None:
