@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from shlex import quote
 
 from llama_ckpt import formats
 from llama_ckpt.db import queries
@@ -182,7 +183,7 @@ def _how_to_load(target: Path, state: KvState, options: ExportOptions) -> str:
     flags = f"-fa {'off' if state.v_transposed else 'on'} -ctk {state.type_k} -ctv {state.type_v}"
     if options.format is ExportFormat.GGSQ:
         name = json.dumps({"filename": target.name})
-        return f"llama-server {flags} --slot-save-path {target.absolute().parent}/, then POST /slots/0?action=restore {name}"
+        return f"llama-server {flags} --slot-save-path {quote(str(target.absolute().parent))}/, then POST /slots/0?action=restore {name}"
     if options.format is ExportFormat.GGSN:
-        return f"llama-completion (llama-cli in older builds) {flags} --prompt-cache {target}, with a prompt that begins alike"
-    return f"llama-ckpt adopt {target}"
+        return f"llama-completion (llama-cli in older builds) {flags} --prompt-cache {quote(str(target))}, with a prompt that begins alike"
+    return f"llama-ckpt adopt {quote(str(target))}"

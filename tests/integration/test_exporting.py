@@ -238,3 +238,13 @@ def test_an_option_that_a_format_has_not_is_refused(options, words):
 def test_a_version_that_is_not_known_is_refused(registry, saved, tmp_path):
     with pytest.raises(BadInput, match="known are 2, 3, 4"):
         write(registry, saved, tmp_path / "out", version=7)
+
+
+def test_how_to_load_it_can_be_given_to_a_shell(registry, saved, tmp_path):
+    folder = tmp_path / "ein Ordner 日本語"
+    folder.mkdir()
+    assert (
+        f"--prompt-cache '{folder}/out.bin',"
+        in write(registry, saved, folder / "out.bin", GGSN, architecture="llama").how_to_load
+    )
+    assert f"--slot-save-path '{folder}'/," in write(registry, saved, folder / "slot.bin").how_to_load
