@@ -180,10 +180,13 @@ def _head_size(rows: Rows, n_head: int) -> int:
 
 
 def _how_to_load(target: Path, state: KvState, options: ExportOptions) -> str:
+    """One line for a person, whose parts can be given to a shell."""
     flags = f"-fa {'off' if state.v_transposed else 'on'} -ctk {state.type_k} -ctv {state.type_v}"
     if options.format is ExportFormat.GGSQ:
-        name = json.dumps({"filename": target.name})
-        return f"llama-server {flags} --slot-save-path {quote(str(target.absolute().parent))}/, then POST /slots/0?action=restore {name}"
+        name, folder = json.dumps({"filename": target.name}), quote(str(target.absolute().parent))
+        return f"llama-server {flags} --slot-save-path {folder}/, then POST /slots/0?action=restore {name}"
+    file = quote(str(target))
     if options.format is ExportFormat.GGSN:
-        return f"llama-completion (llama-cli in older builds) {flags} --prompt-cache {quote(str(target))}, with a prompt that begins alike"
-    return f"llama-ckpt adopt {quote(str(target))}"
+        program = "llama-completion (llama-cli in older builds)"
+        return f"{program} {flags} --prompt-cache {file}, with a prompt that begins alike"
+    return f"llama-ckpt adopt {file}"
