@@ -30,7 +30,7 @@ demo: install ## run the whole story on a real model
 	$(BIN)/llama-ckpt demo
 
 test: install ## run the tests
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --max-worker-restart 0
 
 check: install ## all checks: format, lint, types, import contracts, tests, migrations in step
 	$(BIN)/ruff format --check .

@@ -9,6 +9,7 @@ import pytest
 from support import tiny_models
 
 from llama_ckpt.engine.llamacpp import LlamaCppEngine
+from llama_ckpt.errors import BadInput
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import MemoryKind, Outcome, SaveOutcome
 from llama_ckpt.verify import Verifier, all_ok
@@ -97,6 +98,12 @@ def test_a_warm_of_the_same_input_evaluates_one_token_and_gives_the_cold_runs_lo
     again = registry.warm(engine, IDS)
     assert (again.restore.outcome, again.n_restored, again.n_evaluated) == (Outcome.HIT, 59, 1)
     goes_on_as(engine, cold)
+
+
+def test_a_model_without_a_vocabulary_takes_token_ids_and_shows_them_and_refuses_a_text(engine):
+    assert engine.text_of(IDS[:3]) == " ".join(map(str, IDS[:3]))
+    with pytest.raises(BadInput, match="no vocabulary: give token ids"):
+        engine.token_ids("some text")
 
 
 @pytest.mark.skipif(SWA_GGUF is None, reason="no LLAMA_CKPT_TEST_SWA_GGUF names a real model")

@@ -37,7 +37,7 @@ class LlamaCppVocabulary:
             self._model = _internals.LlamaModel(path_model=str(Path(path)), params=params, verbose=False)
         except (ValueError, RuntimeError) as error:
             raise BadInput(what="model file", value=str(path), reason=f"llama.cpp cannot load it: {error}") from error
-        if llama_cpp.llama_vocab_type(self._model.vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
+        if not _has_vocabulary(self._model):
             raise BadInput(what="model file", value=str(path), reason="it has no vocabulary")  # to ask it would abort
 
     def token_ids(self, text: str) -> TokenIds:
@@ -60,6 +60,8 @@ def completion_ids(model: _internals.LlamaModel, tokenize: Callable[[bytes], lis
     Raises:
         BadInput: the text gives no token.
     """
+    if not _has_vocabulary(model):
+        raise BadInput(what="input text", value=text[:40], reason="the model has no vocabulary: give token ids")
     # The rule of Llama._create_completion: another one would leave a completion nothing to reuse.
     cls_id, sep_id = model.token_cls(), model.token_sep()
     bos = cls_id if cls_id != -1 else model.token_bos()
@@ -75,9 +77,18 @@ def completion_ids(model: _internals.LlamaModel, tokenize: Callable[[bytes], lis
 
 
 def text_of(model: _internals.LlamaModel, token_ids: TokenIds) -> str:
-    """The text of some token ids, special tokens spelt out; what is no token of the model or no UTF-8 shows as U+FFFD."""
+    """The text of some token ids, special tokens spelt out; what is no token of the model or no UTF-8 shows as U+FFFD. Of a model
+    without a vocabulary the ids themselves.
+    """
+    if not _has_vocabulary(model):
+        return " ".join(map(str, token_ids.tolist()))
     data = b"".join(_piece(model, int(token)) for token in token_ids)
     return data.decode(errors="replace")
+
+
+def _has_vocabulary(model: _internals.LlamaModel) -> bool:
+    """Without one, llama.cpp's tokenizer and its reverse abort the process."""
+    return int(llama_cpp.llama_vocab_type(model.vocab)) != llama_cpp.LLAMA_VOCAB_TYPE_NONE
 
 
 def _piece(model: _internals.LlamaModel, token: int) -> bytes:
