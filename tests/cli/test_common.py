@@ -134,8 +134,16 @@ def test_a_fault_of_the_program_asks_to_be_reported_and_has_a_traceback_when_it_
         assert "Traceback" not in ran.err
 
 
+@pytest.fixture
+def heard():
+    """Python hears SIGINT, also where a shell has put the tests into the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("form", FORMS, ids=" ".join)
-def test_ctrl_c_ends_a_command_with_130_and_no_traceback(run, populated, monkeypatch, form):
+def test_ctrl_c_ends_a_command_with_130_and_no_traceback(run, populated, monkeypatch, heard, form):
     monkeypatch.setattr(Registry, "list", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     ran = run("ls", *form)
     assert (ran.code, ran.out, ran.err) == (130, "", "interrupted\n")
