@@ -34,8 +34,7 @@ log = logging.getLogger("llama_ckpt")
 
 MOST_HEADS = 16  # whose token ids are compared for one model
 MOST_MODELS = 16
-_FAR_S = 1e-3  # a round trip that costs more: then a statement that does more is cheaper than more statements
-_WIDE = 16
+_WIDE = 16  # points of a chain in one statement: as quick as one by one on SQLite, and fewer round trips elsewhere
 _GUESS = 4096  # bytes of a file before its token ids, seldom more
 
 Unreadable = CorruptFile | FileMissing | UnsafePath
@@ -157,10 +156,9 @@ class _Search:
         From the deepest block that is linked down: what lies deeper begins with more tokens of the input. It goes further down
         only where nothing of a block can be used: it cannot be cut, has expired, or its file turned out to be of no use.
         """
-        size, database = self.parts.block_size, self.parts.database
+        size = self.parts.block_size
         chain = prefix_hashes(self.digest, self.token_ids, size)
-        width = _WIDE if database.round_trip_s > _FAR_S else 1
-        deepest = database.query(lambda db: prefixes.deepest(db, chain, width))
+        deepest = self.parts.database.query(lambda db: prefixes.deepest(db, chain, _WIDE))
         most = min(len(self.token_ids), (deepest + 1) * size - 1)  # nothing linked begins with more
         heads: list[Head] = []
         spare: list[Checkpoint] = []

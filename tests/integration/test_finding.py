@@ -19,7 +19,7 @@ from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import BadInput, DatabaseUnavailable, StoreUnavailable
 from llama_ckpt.files import MARKER
 from llama_ckpt.finding import Question
-from llama_ckpt.fingerprint import links_of, tokens_hash
+from llama_ckpt.fingerprint import links_of, prefix_hashes, tokens_hash
 from llama_ckpt.formats import container
 from llama_ckpt.mending import Mender
 from llama_ckpt.registry import Registry
@@ -390,30 +390,34 @@ def test_no_payload_is_read_or_mapped(registry, engine, save, monkeypatch):
     damage(registry, row, at=-1)
 
 
-def test_a_far_database_is_asked_in_fewer_statements_with_the_same_answers(registry, engine, save):
+def test_a_wide_search_asks_fewer_statements_than_bisection_with_the_same_answers(registry, engine, save):
     choice = random.Random(5)
     for _ in range(12):
         save(*[choice.choice([1, 2]) for _ in range(choice.randint(1, 40))])
-    asked = [[choice.choice([1, 2]) for _ in range(choice.randint(1, 60))] for _ in range(30)]
+    chains = [
+        prefix_hashes(
+            engine.fingerprint.digest, np.array([choice.choice([1, 2]) for _ in range(60)], dtype=np.int32), BLOCK
+        )
+        for _ in range(30)
+    ]
+    counted = []
 
-    def answers():
-        counted = []
-        sa.event.listen(registry.database._engine, "before_cursor_execute", lambda *a: counted.append(a[2]))
-        found = [registry.match(ids, fingerprint=engine.fingerprint) for ids in asked]
-        return [(r.checkpoint and r.checkpoint.id, r.n_matching) for r in found], len(counted)
+    def count(*_):
+        counted.append(1)
 
-    registry.database.__dict__["round_trip_s"] = 0.0
-    near, n_near = answers()
-    registry.database.__dict__["round_trip_s"] = 0.01
-    far, n_far = answers()
-    assert far == near
-    assert n_far < 2 * n_near, "the second listener counts beside the first"
+    def answers(width):
+        counted.clear()
+        with registry.database.read() as db:
+            return [prefixes.deepest(db, chain, width) for chain in chains], len(counted)
 
-
-def test_a_round_trip_is_measured_once(registry, monkeypatch):
-    first = registry.database.round_trip_s
-    assert (first == 0) == (registry.database.dialect == "sqlite")
-    assert registry.database.round_trip_s is first
+    sa.event.listen(registry.database._engine, "before_cursor_execute", count)
+    try:
+        (one_by_one, n_near), (wide, n_far) = answers(1), answers(16)
+    finally:
+        sa.event.remove(registry.database._engine, "before_cursor_execute", count)
+    assert wide == one_by_one
+    assert any(one_by_one)
+    assert n_far == len(chains) < n_near
 
 
 # -- links ------------------------------------------------------------------------------------------------------------------

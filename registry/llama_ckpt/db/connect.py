@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,24 +74,6 @@ class Database:
     def exists(self) -> bool:
         """Whether there is a database to ask; one on a server is taken to be there. Making a connection would make the file."""
         return self.dialect != "sqlite" or Path(self.url.database or "").exists()
-
-    @functools.cached_property
-    def round_trip_s(self) -> float:
-        """Seconds that the cheapest statement takes there and back, measured once: the least of three. 0 on SQLite, which is
-        no further than its file.
-
-        Raises:
-            DatabaseUnavailable: the database cannot be reached.
-        """
-        if self.dialect == "sqlite":
-            return 0.0
-        took = []
-        with self.read() as db:
-            for _ in range(3):
-                started = time.perf_counter()
-                db.execute(sa.select(sa.literal_column("1")))
-                took.append(time.perf_counter() - started)
-        return min(took)
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sa.Connection]:
