@@ -402,8 +402,9 @@ def test_a_wide_search_asks_fewer_statements_than_bisection_with_the_same_answer
     ]
     counted = []
 
-    def count(*_):
-        counted.append(1)
+    def count(_connection, _cursor, statement, *_):
+        if "SELECT" in statement:
+            counted.append(statement)
 
     def answers(width):
         counted.clear()
@@ -538,4 +539,5 @@ def test_no_statement_of_a_match_reads_all_active_rows(registry, engine, save, q
         }[question]()
         plans = [db.exec_driver_sql("EXPLAIN QUERY PLAN " + sql, values).all() for sql, values in list(said)]
     steps = [step[-1] for plan in plans for step in plan]
-    assert [step for step in steps if "ix_llama_ckpt_meta_gc" in step or step.startswith("SCAN")] == []
+    walks = [step for step in steps if "(status=?)" in step or step.startswith("SCAN")]
+    assert [step for step in walks if step != "SCAN few"] == [], "but for the few links that were found"

@@ -102,8 +102,11 @@ def sharing(db: sa.Connection, prefix_hash: bytes, at_most: int) -> list[Checkpo
 @functools.cache
 def _sharing() -> sa.Select[Any]:
     its = sa.bindparam("prefix_hash", type_=prefix.c.prefix_hash.type)
-    query = offered().join(prefix, prefix.c.ckpt_no == meta.c.ckpt_no).where(prefix.c.prefix_hash == its)
-    return query.order_by(prefix.c.file_tokens, prefix.c.ckpt_no).limit(_AT_MOST)
+    # The few links first: of a prefix that very many share, PostgreSQL would join all of them and sort.
+    first = sa.select(prefix.c.ckpt_no, prefix.c.file_tokens).where(prefix.c.prefix_hash == its)
+    few = first.order_by(prefix.c.file_tokens, prefix.c.ckpt_no).limit(_AT_MOST).subquery("few")
+    query = offered().join(few, few.c.ckpt_no == meta.c.ckpt_no)
+    return query.order_by(few.c.file_tokens, few.c.ckpt_no)
 
 
 def ending_at(db: sa.Connection, hashes: Sequence[bytes], at_most: int) -> list[Checkpoint]:
