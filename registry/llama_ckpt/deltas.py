@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 from llama_ckpt import finding
-from llama_ckpt.db import queries
 from llama_ckpt.engine import HeldState
 from llama_ckpt.errors import (
     CorruptFile,
@@ -26,7 +25,7 @@ from llama_ckpt.fingerprint import TokenIds, tokens_hash
 from llama_ckpt.formats import kv_edit
 from llama_ckpt.parts import Parts
 from llama_ckpt.payloads import Asked, Reading, cells_of
-from llama_ckpt.values import Checkpoint, MemoryKind, Outcome, StaleReason
+from llama_ckpt.values import Checkpoint, MemoryKind, Outcome
 
 log = logging.getLogger("llama_ckpt")
 
@@ -60,7 +59,7 @@ def base_of(
         return None
     try:
         n_shared = _n_equal(parts, engine, row, token_ids[: found.n_matching], state)
-        chain = [*parts.database.query(lambda db: queries.ancestors(db, row)), row]
+        chain = parts.chain(row)
     except (Incompatible, Unsupported, StoreUnavailable, DatabaseUnavailable) as error:
         log.info("nothing is shared with checkpoint %s: %s", row.id, error)
         return None
@@ -79,6 +78,5 @@ def _n_equal(parts: Parts, engine: HeldState, row: Checkpoint, shared: TokenIds,
         with cells_of(parts, engine, row, asked, reading) as cells:
             return min(len(shared), kv_edit.equal_cells(state, cells.state))
     except (CorruptFile, FileMissing, UnsafePath) as error:
-        missing = isinstance(error, FileMissing)
-        parts.make_stale(reading.row, StaleReason.MISSING if missing else StaleReason.CORRUPT, str(error))
+        parts.condemn(reading.row, error)
         return 0

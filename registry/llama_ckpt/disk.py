@@ -206,17 +206,12 @@ def write_file(path: Path, pieces: Sequence[bytes | memoryview], *, replace: boo
         raise BadInput(what="output file", value=str(path), reason="its folder is not there")
     if not replace and os.path.lexists(path):
         raise BadInput(what="output file", value=str(path), reason=_EXISTS)
-    size = sum(memoryview(piece).nbytes for piece in pieces)
+    views = [memoryview(piece) for piece in pieces]
+    size = sum(view.nbytes for view in views)
     temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
     with told(path, needed=size):
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | BINARY, 0o600)
-            try:
-                for piece in pieces:
-                    write_all(fd, memoryview(piece))
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            write_new(temporary, views, 0o600)
             if replace:
                 os.replace(temporary, path)
             else:

@@ -28,7 +28,7 @@ from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, end_hashes, pr
 from llama_ckpt.formats import container
 from llama_ckpt.matching import Head
 from llama_ckpt.parts import Parts
-from llama_ckpt.values import Checkpoint, Fingerprint, MatchResult, MemoryKind, Outcome, RegisteredModel, StaleReason
+from llama_ckpt.values import Checkpoint, Fingerprint, MatchResult, MemoryKind, Outcome, RegisteredModel
 
 log = logging.getLogger("llama_ckpt")
 
@@ -217,11 +217,10 @@ class _Search:
 
     def _broken(self, row: Checkpoint, error: Unreadable) -> None:
         """Makes a row STALE whose file is missing or damaged. One that the database cannot be told of stays for a restore."""
-        missing = isinstance(error, FileMissing)
-        if missing:
+        if isinstance(error, FileMissing):
             self.parts.require_store()
         try:
-            self.parts.make_stale(row, StaleReason.MISSING if missing else StaleReason.CORRUPT, str(error))
+            self.parts.condemn(row, error)
         except DatabaseUnavailable as lost:
             log.warning("what became of checkpoint %s was not recorded: %s", row.id, lost)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from llama_ckpt.db import prefixes, queries
 from llama_ckpt.db.connect import Database
+from llama_ckpt.errors import CorruptFile, EngineFailed, FileMissing, LlamaCkptError, UnsafePath
 from llama_ckpt.files import StepHook, Store, no_hook
 from llama_ckpt.matching import DEFAULT_MIN_TOKENS
 from llama_ckpt.metrics import MetricsSink, NullSink
@@ -45,6 +46,25 @@ class Parts:
         """
         self.store.require_owner(self.registry_id, unmarked=False)
 
+    def chain(self, row: Checkpoint) -> list[Checkpoint]:
+        """What a checkpoint's cells are in: for a delta what it stands on, the full one first, and itself at the end.
+
+        Raises:
+            DatabaseUnavailable: what a delta stands on cannot be looked up.
+        """
+        if row.parent_no is None:
+            return [row]
+        return [*self.database.query(lambda db: queries.ancestors(db, row)), row]
+
+    def condemn(self, row: Checkpoint, error: LlamaCkptError) -> None:
+        """Makes a row STALE if what went wrong with it says that it may not be offered again.
+
+        Raises:
+            DatabaseUnavailable: the row cannot be written.
+        """
+        if (reason := _stale_for(error)) is not None:
+            self.make_stale(row, reason, str(error))
+
     def make_stale(self, row: Checkpoint, reason: StaleReason, why: str) -> None:
         """Makes a row STALE, if it is not so already, and says so in the log.
 
@@ -56,3 +76,16 @@ class Parts:
         if marked:
             log.warning("checkpoint %s is now STALE (%s): %s", row.id, reason, why)
             self.metrics.count("marked_stale")
+
+
+def _stale_for(error: LlamaCkptError) -> StaleReason | None:
+    """Why a row that failed so may not be offered again. What does not fit this engine may fit another."""
+    match error:
+        case FileMissing():
+            return StaleReason.MISSING
+        case CorruptFile() | UnsafePath():
+            return StaleReason.CORRUPT
+        case EngineFailed():
+            return StaleReason.INCOMPATIBLE
+        case _:
+            return None

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llama_ckpt import formats
-from llama_ckpt.db import queries
 from llama_ckpt.engine import HeldState
 from llama_ckpt.errors import CorruptFile, FileMissing, Incompatible
 from llama_ckpt.fingerprint import TokenIds, differences, fingerprint
@@ -111,9 +110,8 @@ def _in_dialect(file: formats.CheckpointFile, layout: Dialect) -> memoryview:
 
 def _members(parts: Parts, row: Checkpoint, n_tokens: int, files: ExitStack, reading: Reading) -> list[_Member]:
     """The files that have the first `n_tokens` cells, opened and verified."""
-    chain = [row] if row.parent_no is None else [*parts.database.query(lambda db: queries.ancestors(db, row)), row]
     members = []
-    for member, end in _stretches(chain, n_tokens):
+    for member, end in _stretches(parts.chain(row), n_tokens):
         reading.row = member
         members.append(_Member(member, _opened(parts, member, files, reading), end))
     return members

@@ -79,8 +79,7 @@ def usable(parts: Parts, digest: bytes, of_input: bytes) -> Checkpoint | None:
     row = parts.database.query(lambda db: queries.find_active(db, digest, of_input))
     if row is None:
         return None
-    chain = [row] if row.parent_no is None else [*parts.database.query(lambda db: queries.ancestors(db, row)), row]
-    return row if all(_has_its_file(parts, one) for one in chain) else None
+    return row if all(_has_its_file(parts, one) for one in parts.chain(row)) else None
 
 
 def _has_its_file(parts: Parts, row: Checkpoint) -> bool:

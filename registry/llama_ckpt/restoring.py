@@ -15,7 +15,6 @@ from llama_ckpt.errors import (
     Conflict,
     CorruptFile,
     DatabaseUnavailable,
-    EngineFailed,
     EngineStateMismatch,
     FileMissing,
     Incompatible,
@@ -30,7 +29,7 @@ from llama_ckpt.metrics import Event
 from llama_ckpt.parts import Parts
 from llama_ckpt.payloads import Asked, Cells, Reading, cells_of, other_mode
 from llama_ckpt.saving import token_ids_of
-from llama_ckpt.values import Checkpoint, MatchResult, MergeResult, Outcome, RestoreResult, StaleReason
+from llama_ckpt.values import Checkpoint, MatchResult, MergeResult, Outcome, RestoreResult
 
 log = logging.getLogger("llama_ckpt")
 
@@ -238,9 +237,8 @@ def _leased(parts: Parts, row: Checkpoint) -> Iterator[Reading]:
         yield reading
     except LlamaCkptError as error:
         _record(parts, row, until, reading.events, hit=False)
-        if (stale := _stale_for(error)) is not None:
-            with _noted(reading.row):
-                parts.make_stale(reading.row, stale, str(error))
+        with _noted(reading.row):
+            parts.condemn(reading.row, error)
         raise
     _record(parts, row, until, reading.events, hit=True)
 
@@ -272,19 +270,6 @@ def _noted(row: Checkpoint) -> Iterator[None]:
         yield
     except DatabaseUnavailable as error:
         log.warning("what became of checkpoint %s was not recorded: %s", row.id, error)
-
-
-def _stale_for(error: LlamaCkptError) -> StaleReason | None:
-    """Why a row that failed so may not be offered again. What does not fit this engine may fit another."""
-    match error:
-        case FileMissing():
-            return StaleReason.MISSING
-        case CorruptFile() | UnsafePath():
-            return StaleReason.CORRUPT
-        case EngineFailed():
-            return StaleReason.INCOMPATIBLE
-        case _:
-            return None
 
 
 def _outcome_of(error: LlamaCkptError) -> Outcome:
