@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from llama_ckpt import finding, flattening
-from llama_ckpt.db import queries
+from llama_ckpt.db import queries, usage
 from llama_ckpt.engine import Vocabulary
 from llama_ckpt.errors import BadInput, NotFound
 from llama_ckpt.finding import Question
@@ -130,7 +130,7 @@ class Catalogue:
 
     def stats(self) -> Stats:
         """Totals, recounted from the rows."""
-        return self.database.query(queries.stats)
+        return self.database.query(usage.stats)
 
     def pin(self, checkpoint_id: str) -> Checkpoint:
         """Shields a checkpoint from prune, gc and remove.

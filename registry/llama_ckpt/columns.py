@@ -10,12 +10,16 @@ import numpy.typing as npt
 
 from llama_ckpt.gc_values import Candidate, SeenRow
 
+Numbers = npt.NDArray[np.int64]
+
 _NONE = -1
 _SECONDS_PER_TOKEN = 1e-3  # where nothing of a model was measured: all its rows alike
 
 
 class Columns:
-    """Candidates in order of their number. `parents` are the deltas among them: places of child and parent."""
+    """Candidates in order of their number. `parents` are the deltas among them: places of child and parent; `extensions` those
+    that go on from another one: the same, as columns.
+    """
 
     def __init__(self) -> None:
         self._ids = bytearray()
@@ -23,8 +27,7 @@ class Columns:
         self._int32 = {name: array("i") for name in _SHORT}
         self._models: dict[str, int] = {}
         self._labels: dict[str, int] = {}
-        self._parent_nos: list[tuple[int, int]] = []
-        self.parents: list[tuple[int, int]] = []
+        self._parent_nos, self._extends_nos = (array("q"), array("q")), (array("q"), array("q"))
 
     @classmethod
     def of(cls, rows: Iterable[Candidate]) -> Columns:
@@ -36,8 +39,10 @@ class Columns:
         return made
 
     def _add(self, row: Candidate) -> None:
-        if row.parent_no is not None:
-            self._parent_nos.append((len(self), row.parent_no))
+        for (places, numbers), number in ((self._parent_nos, row.parent_no), (self._extends_nos, row.extends_no)):
+            if number is not None:
+                places.append(len(self))
+                numbers.append(number)
         self._ids += bytes.fromhex(row.id)
         long, short = self._int64, self._int32
         long["ckpt_no"].append(row.ckpt_no)
@@ -55,7 +60,7 @@ class Columns:
         short["label_no"].append(_NONE if label is None else self._labels.setdefault(label, len(self._labels)))
 
     def _finish(self) -> None:
-        def column(name: str) -> npt.NDArray[np.int64]:
+        def column(name: str) -> Numbers:
             if name in self._int64:
                 return np.frombuffer(self._int64[name], dtype=np.int64)
             return np.frombuffer(self._int32[name], dtype=np.int32).astype(np.int64)
@@ -63,14 +68,18 @@ class Columns:
         self.ckpt_no, self.file_size = column("ckpt_no"), column("file_size")
         self.created_us, self.last_used_us = column("created_us"), column("last_used_us")
         self.hit_count, self.model_no, self.label_no = column("hit_count"), column("model_no"), column("label_no")
-        self.pinned = column("pinned") != 0
+        self.pinned, self.n_tokens = column("pinned") != 0, column("n_tokens")
         self._names = list(self._models), list(self._labels)
-        places = np.searchsorted(self.ckpt_no, [parent for _, parent in self._parent_nos]).tolist()
-        self.parents = [
-            (child, place)
-            for (child, parent), place in zip(self._parent_nos, places, strict=True)
-            if place < len(self) and self.ckpt_no[place] == parent
-        ]
+        children, parents = self._both_here(*self._parent_nos)
+        self.parents = list(zip(children.tolist(), parents.tolist(), strict=True))
+        self.extensions = self._both_here(*self._extends_nos)
+
+    def _both_here(self, places: array[int], numbers: array[int]) -> tuple[Numbers, Numbers]:
+        """Of rows that name others by number: the places of both, where the other is here, too."""
+        mine, named = np.array(places, dtype=np.int64), np.array(numbers, dtype=np.int64)
+        first, after = (np.searchsorted(self.ckpt_no, named, side=side) for side in ("left", "right"))
+        here = first < after
+        return mine[here], first[here]
 
     def __len__(self) -> int:
         return len(self._int64["ckpt_no"])
@@ -94,6 +103,12 @@ class Columns:
         over: npt.NDArray[np.bool_] = (expires_us != _NONE) & (expires_us <= now_us)
         return over
 
+    @property
+    def lasting(self) -> npt.NDArray[np.bool_]:
+        """Rows without a time of their own."""
+        never: npt.NDArray[np.bool_] = np.frombuffer(self._int64["expires_us"], dtype=np.int64) == _NONE
+        return never
+
     def leased(self, now_us: int) -> npt.NDArray[np.bool_]:
         """Rows that a reader has claimed."""
         lease_until_us: npt.NDArray[np.int64] = np.frombuffer(self._int64["lease_until_us"], dtype=np.int64)
@@ -103,13 +118,12 @@ class Columns:
     def rebuild_s(self) -> npt.NDArray[np.float64]:
         """Seconds that evaluating a row's tokens took; where it was not measured, what the model's other rows took a token."""
         prefill_ms = np.frombuffer(self._int32["prefill_ms"], dtype=np.int32)
-        n_tokens = np.frombuffer(self._int32["n_tokens"], dtype=np.int32)
         measured = prefill_ms != _NONE
         n = len(self._models)
         spent = np.bincount(self.model_no[measured], prefill_ms[measured] / 1000, minlength=n)
-        tokens = np.bincount(self.model_no[measured], n_tokens[measured], minlength=n)
+        tokens = np.bincount(self.model_no[measured], self.n_tokens[measured], minlength=n)
         per_token = np.where(tokens > 0, spent / np.maximum(tokens, 1), _SECONDS_PER_TOKEN)
-        return np.where(measured, prefill_ms / 1000, per_token[self.model_no] * n_tokens)
+        return np.where(measured, prefill_ms / 1000, per_token[self.model_no] * self.n_tokens)
 
 
 _LONG = ("ckpt_no", "file_size", "created_us", "last_used_us", "expires_us", "lease_until_us")

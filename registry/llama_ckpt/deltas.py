@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from llama_ckpt import finding
+from llama_ckpt.db import queries
 from llama_ckpt.engine import HeldState
 from llama_ckpt.errors import (
     CorruptFile,
@@ -25,7 +27,7 @@ from llama_ckpt.fingerprint import TokenIds, tokens_hash
 from llama_ckpt.formats import kv_edit
 from llama_ckpt.parts import Parts
 from llama_ckpt.payloads import Asked, Reading, cells_of
-from llama_ckpt.values import Checkpoint, MemoryKind, Outcome
+from llama_ckpt.values import Checkpoint, MemoryKind, Outcome, Status
 
 log = logging.getLogger("llama_ckpt")
 
@@ -33,41 +35,72 @@ MIN_SHARE = 0.25  # of its tokens; a delta that spares less is written full, and
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """The checkpoint that a new one stands on, and the position of the first cell that is the new one's own."""
-
-    parent: Checkpoint
-    start_token: int
-
-
-def base_of(
-    parts: Parts, engine: HeldState, token_ids: TokenIds, state: memoryview, besides: Checkpoint | None
-) -> Base | None:
-    """The best base for a state of these tokens, other than `besides`; None where it is to be written full: nothing like it is
-    stored, its cells are not the same, too few are, or the chain would be too long. A stored file that is found missing or
-    damaged on the way goes STALE; any other trouble only means that nothing is shared.
+class Place:
+    """Where a new checkpoint belongs among those that are stored: the one that it stands on and the position of its first own
+    cell, if it is to be a delta; the number of the longest one that all of its tokens begin with, and of a longer one that
+    begins with all of its own.
     """
-    at_least = max(parts.min_match_tokens, math.ceil(MIN_SHARE * len(token_ids)))
-    if engine.memory_kind is not MemoryKind.FULL or parts.delta_depth == 0 or len(token_ids) < at_least:
-        return None
+
+    parent: Checkpoint | None = None
+    start_token: int = 0
+    extends_no: int | None = None
+    extended_by_no: int | None = None
+
+
+def place_of(
+    parts: Parts, engine: HeldState, token_ids: TokenIds, state: memoryview, besides: Checkpoint | None
+) -> Place:
+    """The place of a state of these tokens, not standing on `besides`. It is no delta where nothing like it is stored, its cells
+    are not the same, too few are, or the chain would be too long. A stored file that is found missing or damaged on
+    the way goes STALE; any other trouble only means that nothing is shared.
+    """
+    if engine.memory_kind is not MemoryKind.FULL:
+        return Place()
+    share = math.ceil(MIN_SHARE * len(token_ids))
     question = Question(
-        of_input=tokens_hash(token_ids), token_ids=token_ids, fingerprint=engine.fingerprint, at_least=at_least
+        of_input=tokens_hash(token_ids),
+        token_ids=token_ids,
+        fingerprint=engine.fingerprint,
+        at_least=max(parts.min_match_tokens, min(parts.block_size, share)),
     )
+    if len(token_ids) < question.at_least:
+        return Place()
     found = finding.match(parts, question)
     row = found.checkpoint
-    if found.outcome is not Outcome.HIT or row is None or (besides is not None and row.id == besides.id):
-        return None
+    if found.outcome is not Outcome.HIT or row is None:
+        return Place()
     try:
-        n_shared = _n_equal(parts, engine, row, token_ids[: found.n_matching], state)
-        chain = parts.chain(row)
+        place = Place(
+            extends_no=_extended(parts, row, min(found.n_matching, len(token_ids) - 1)),
+            extended_by_no=row.ckpt_no if row.n_tokens > found.n_matching == len(token_ids) else None,
+        )
+        if parts.delta_depth and found.n_matching >= share and (besides is None or row.id != besides.id):
+            n_shared = _n_equal(parts, engine, row, token_ids[: found.n_matching], state)
+            if n_shared >= max(parts.min_match_tokens, share):
+                return _on(parts, row, n_shared, place)
     except (Incompatible, Unsupported, StoreUnavailable, DatabaseUnavailable) as error:
         log.info("nothing is shared with checkpoint %s: %s", row.id, error)
-        return None
-    if n_shared < at_least:
-        return None
-    # The cell before the first own one lies in the parent's own file: what stands above it is not needed.
-    below = [one for one in chain if one.start_token < n_shared]
-    return None if len(below) > parts.delta_depth else Base(below[-1], n_shared)
+        return Place()
+    return place
+
+
+def _on(parts: Parts, row: Checkpoint, n_shared: int, place: Place) -> Place:
+    """A place on the lowest of a row's chain whose own file has the cell before the first own one: what stands above it is not
+    needed.
+    """
+    below = [one for one in parts.chain(row) if one.start_token < n_shared]
+    if len(below) > parts.delta_depth:
+        return place
+    return replace(place, parent=below[-1], start_token=n_shared)
+
+
+def _extended(parts: Parts, row: Checkpoint, n_tokens: int) -> int | None:
+    """The number of the longest ACTIVE checkpoint whose tokens are the first ones, at most `n_tokens`, of `row`."""
+    extended: Checkpoint | None = row
+    while extended is not None and (extended.n_tokens > n_tokens or extended.status is not Status.ACTIVE):
+        number = extended.extends_no
+        extended = None if number is None else parts.database.query(partial(queries.by_number, ckpt_no=number))
+    return None if extended is None else extended.ckpt_no
 
 
 def _n_equal(parts: Parts, engine: HeldState, row: Checkpoint, shared: TokenIds, state: memoryview) -> int:

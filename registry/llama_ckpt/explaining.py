@@ -77,6 +77,8 @@ def _place(ruling: Ruling, i: int) -> RuleOpinion:
     why = f"place {place} of {len(table)} to go when a limit is passed"
     if policy.order is Order.VALUE:
         why += f"; worth {worth * 1e6:.3g} s of evaluation per MB"
+    if ruling.superseded[i]:
+        why += "; among the first, since a longer checkpoint begins with all of it"
     return RuleOpinion(rule=f"order = {policy.order}", word=RuleWord.SILENT, why=why)
 
 

@@ -43,6 +43,7 @@ class Candidate(NamedTuple):
     lease_until_us: int | None
     pinned: int
     parent_no: int | None
+    extends_no: int | None
 
 
 class StoredFile(NamedTuple):

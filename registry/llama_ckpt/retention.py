@@ -1,7 +1,8 @@
 """Which checkpoints a policy keeps: the decision, with the rule that made it. Pure: rows, policy, clock and disk are arguments.
 
 Rules, in this order: what always stays (pinned; leased by a reader; the newest; the last N of a group; what a living delta
-needs), a row's own expiry, age, idleness, and then the limits: what is over one goes in the policy's order until the rest fits.
+needs), a row's own expiry, age, idleness, and then the limits: of what is over one those go first that a longer checkpoint has
+superseded, and then what the policy's order names, until the rest fits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from llama_ckpt.columns import Columns
+from llama_ckpt.columns import Columns, Numbers
 from llama_ckpt.errors import BadInput
 from llama_ckpt.gc_values import Candidate, Disk, Verdict
 from llama_ckpt.values import StaleReason
@@ -21,7 +22,6 @@ from llama_ckpt.values import StaleReason
 _S = 1_000_000
 _NEVER = 0  # a rule's number below: the row stays
 Mask = npt.NDArray[np.bool_]
-Numbers = npt.NDArray[np.int64]
 
 
 class Order(StrEnum):
@@ -112,7 +112,8 @@ class Ruling:
         self.by: npt.NDArray[np.int16] = np.zeros(len(table), dtype=np.int16)
         self.rules = [""]
         self.shields: list[tuple[str, Mask]] = []
-        self.order = first_to_go(table, policy, now_us)
+        self.order: Numbers = np.zeros(0, dtype=np.int64)
+        self.superseded: Mask = np.zeros(len(table), dtype=np.bool_)
 
     @property
     def shielded(self) -> Mask:
@@ -127,6 +128,11 @@ class Ruling:
         """Rows that no rule has condemned so far."""
         living: Mask = self.by == _NEVER
         return living
+
+    def rank(self) -> None:
+        """Settles the order in which the limits take what is still living."""
+        self.superseded = superseded(self.table, self.living)
+        self.order = first_to_go(self.table, self.policy, self.now_us, self.superseded)
 
     def condemn(self, rule: str, which: Mask) -> None:
         """Condemns rows that no earlier rule condemned and nothing shields."""
@@ -153,9 +159,11 @@ def rule(table: Columns, policy: Policy, now_us: int, disk: Disk | None) -> Ruli
     if policy.max_idle_s is not None:
         text = f"unused for over {{idle_s:.0f}} s, max_idle is {policy.max_idle_s:.0f} s"
         found.condemn(text, now_us - table.last_used_us > policy.max_idle_s * _S)
+    found.rank()
     for name, groups, amounts, limit in limits(found, disk):
-        what = f"over {name} of {limit}: {policy.order} says what goes first"
-        found.condemn(what, _over(found, groups, amounts, limit))
+        which = _over(found, groups, amounts, limit)
+        found.condemn(f"over {name} of {limit}: a longer checkpoint begins with all of it", which & found.superseded)
+        found.condemn(f"over {name} of {limit}: {policy.order} says what goes first", which)
     _keep_needed(found)
     return found
 
@@ -250,15 +258,33 @@ def _over(found: Ruling, groups: Numbers | None, amounts: Numbers, limit: int) -
 # -- the order -----------------------------------------------------------------------------------------------------------------
 
 
-def first_to_go(table: Columns, policy: Policy, now_us: int) -> Numbers:
-    """Places of all rows, in the order in which they would go. A delta comes before its parent: a parent is worth at least
-    what its most valuable delta is worth, which is lost with it.
+def superseded(table: Columns, living: Mask) -> Mask:
+    """Rows from which exactly one living row goes on, which has no expiry of its own, and that only such deltas need: whatever
+    they serve the longer one serves, cut. What several go on from is a root that they share, and stays as worthy as its use
+    makes it. Only full attention memory can be cut, and a save notes what it goes on from only there.
+    """
+    longer, shorter = table.extensions
+    n_living = np.bincount(shorter[living[longer]], minlength=len(table))
+    n_lasting = np.bincount(shorter[(living & table.lasting)[longer]], minlength=len(table))
+    found: Mask = living & (n_living == 1) & (n_lasting == 1)
+    for child, parent in reversed(table.parents):
+        if living[child] and not found[child]:
+            found[parent] = False
+    return found
+
+
+def first_to_go(table: Columns, policy: Policy, now_us: int, early: Mask) -> Numbers:
+    """Places of all rows, in the order in which they would go: first the `early` ones, shortest first, since each is superseded
+    by the next longer one. A delta comes before its parent: a parent is worth at least what its most valuable delta is worth,
+    which is lost with it.
     """
     key, used = keys(table, policy, now_us), table.last_used_us.astype(np.float64)
+    key = np.where(early, table.n_tokens, key)
     for child, parent in reversed(table.parents):
-        key[parent] = max(key[parent], key[child])
-        used[parent] = max(used[parent], used[child])
-    return np.lexsort((-table.ckpt_no, used, key))
+        if early[child] == early[parent]:
+            key[parent] = max(key[parent], key[child])
+            used[parent] = max(used[parent], used[child])
+    return np.lexsort((-table.ckpt_no, used, key, ~early))
 
 
 def keys(table: Columns, policy: Policy, now_us: int) -> npt.NDArray[np.float64]:
@@ -286,7 +312,9 @@ def values(table: Columns, policy: Policy, now_us: int) -> npt.NDArray[np.float6
 
 
 def places_before(newcomer: Candidate, others: Sequence[Candidate], policy: Policy, now_us: int) -> list[Candidate]:
-    """Those of `others` that would go before `newcomer`, in the order in which they would go."""
+    """Those of `others` that would go before `newcomer`, in the order in which they would go. By their worth alone: `others` are
+    some of many, and do not tell who shares what.
+    """
     table = Columns.of([*others, newcomer])
-    order = [int(i) for i in first_to_go(table, policy, now_us)]
+    order = [int(i) for i in first_to_go(table, policy, now_us, np.zeros(len(table), dtype=np.bool_))]
     return [others[i] for i in order[: order.index(len(others))]]

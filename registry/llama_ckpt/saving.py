@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from llama_ckpt import admission
-from llama_ckpt.deltas import Base, base_of
+from llama_ckpt.deltas import Place, place_of
 from llama_ckpt.engine import HeldState
 from llama_ckpt.errors import Conflict, EngineStateMismatch
 from llama_ckpt.files import path_of
@@ -87,19 +87,17 @@ def write(parts: Parts, captured: Captured, options: SaveOptions, old: Checkpoin
         StoreFull, StoreUnavailable, DatabaseUnavailable: as `Registry.save`.
     """
     claim_store(parts)
-    base = base_of(parts, captured.engine, captured.token_ids, captured.payload, old)
-    if base is not None:
+    place = place_of(parts, captured.engine, captured.token_ids, captured.payload, old)
+    if place.parent is not None:
         try:
-            return _write(parts, captured, options, old, base)
+            return _write(parts, captured, options, old, place)
         except Conflict as error:
             log.info("written in full: %s", error)
-    return _write(parts, captured, options, old, None)
+    return _write(parts, captured, options, old, replace(place, parent=None, start_token=0))
 
 
-def _write(
-    parts: Parts, captured: Captured, options: SaveOptions, old: Checkpoint | None, base: Base | None
-) -> SaveResult:
-    new, head, payload = _encode(captured, options, base)
+def _write(parts: Parts, captured: Captured, options: SaveOptions, old: Checkpoint | None, place: Place) -> SaveResult:
+    new, head, payload = _encode(captured, options, place)
     granted = admission.admit(parts, new)
     if granted.refused is not None:
         return SaveResult(
@@ -148,13 +146,13 @@ def _require_held(engine: HeldState, token_ids: TokenIds) -> None:
         raise EngineStateMismatch(reason=f"they differ from token {int(differ[0])} on")
 
 
-def _encode(captured: Captured, options: SaveOptions, base: Base | None) -> tuple[NewCheckpoint, bytes, memoryview]:
-    """The row, the bytes before the payload, and the payload: of what the base does not hold. No bytes where it holds all."""
-    engine, token_ids, start = captured.engine, captured.token_ids, base.start_token if base else 0
+def _encode(captured: Captured, options: SaveOptions, place: Place) -> tuple[NewCheckpoint, bytes, memoryview]:
+    """The row, the bytes before the payload, and the payload: of what the parent does not hold. No bytes where it holds all."""
+    engine, token_ids, start = captured.engine, captured.token_ids, place.start_token
     head, payload, full = b"", memoryview(b""), None
     if start < len(token_ids):
-        payload = kv_edit.tail(captured.payload, start) if base else captured.payload
-        head, full = _head(captured, payload, base)
+        payload = kv_edit.tail(captured.payload, start) if place.parent else captured.payload
+        head, full = _head(captured, payload, place)
     checkpoint_id = uuid.uuid4().hex
     new = NewCheckpoint(
         id=checkpoint_id,
@@ -171,16 +169,19 @@ def _encode(captured: Captured, options: SaveOptions, base: Base | None) -> tupl
         expires_in_s=options.expires_in_s,
         label=options.label,
         start_token=start,
-        parent_no=base.parent.ckpt_no if base else None,
+        parent_no=place.parent.ckpt_no if place.parent else None,
+        extends_no=place.extends_no,
+        extended_by_no=place.extended_by_no,
     )
     return new, head, payload
 
 
-def _head(captured: Captured, payload: memoryview, base: Base | None) -> tuple[bytes, container.Header]:
-    engine, start = captured.engine, base.start_token if base else 0
+def _head(captured: Captured, payload: memoryview, place: Place) -> tuple[bytes, container.Header]:
+    engine, start = captured.engine, place.start_token
     state = kv_state.parse(payload)
     header = container.Header(
-        flags=(container.FLAG_SLICEABLE if captured.is_sliceable else 0) | (container.FLAG_DELTA if base else 0),
+        flags=(container.FLAG_SLICEABLE if captured.is_sliceable else 0)
+        | (container.FLAG_DELTA if place.parent else 0),
         seq_len=len(captured.token_ids),
         start_token=start,
         n_layer=state.n_layer,
@@ -197,6 +198,6 @@ def _head(captured: Captured, payload: memoryview, base: Base | None) -> tuple[b
         "model_name": clean_name(engine.model_name),
         **captured.written_by,
     }
-    if base:
-        metadata["parent"] = base.parent.id
+    if place.parent:
+        metadata["parent"] = place.parent.id
     return container.encode_head(header, metadata, captured.token_ids[start:], payload)

@@ -121,6 +121,7 @@ class Checkpoint:
     label: str | None
     start_token: int = 0
     parent_no: int | None = None
+    extends_no: int | None = None
 
     @property
     def is_covered(self) -> bool:
@@ -130,7 +131,10 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewCheckpoint:
-    """What a save puts into the row; the database adds number, times and counters."""
+    """What a save puts into the row; the database adds number, times and counters. `extends_no` is the number of the longest
+    checkpoint that all of its tokens begin with; `extended_by_no` that of a longer one that begins with all of its own, which
+    goes on from it from now on.
+    """
 
     id: str
     model_name: str
@@ -147,6 +151,8 @@ class NewCheckpoint:
     label: str | None
     start_token: int = 0
     parent_no: int | None = None
+    extends_no: int | None = None
+    extended_by_no: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

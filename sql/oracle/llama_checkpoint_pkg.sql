@@ -39,6 +39,8 @@ CREATE OR REPLACE PACKAGE llama_checkpoint AUTHID DEFINER AS
     p_label         IN  VARCHAR2 DEFAULT NULL,
     p_start_token   IN  NUMBER DEFAULT 0,
     p_parent_no     IN  NUMBER DEFAULT NULL,
+    p_extends_no    IN  NUMBER DEFAULT NULL,
+    p_extended_by_no IN NUMBER DEFAULT NULL,
     p_ckpt_no       OUT NUMBER,
     p_replaced_id   OUT VARCHAR2);
 
@@ -154,6 +156,8 @@ CREATE OR REPLACE PACKAGE BODY llama_checkpoint AS
     p_label         IN  VARCHAR2 DEFAULT NULL,
     p_start_token   IN  NUMBER DEFAULT 0,
     p_parent_no     IN  NUMBER DEFAULT NULL,
+    p_extends_no    IN  NUMBER DEFAULT NULL,
+    p_extended_by_no IN NUMBER DEFAULT NULL,
     p_ckpt_no       OUT NUMBER,
     p_replaced_id   OUT VARCHAR2)
   IS
@@ -176,12 +180,16 @@ CREATE OR REPLACE PACKAGE BODY llama_checkpoint AS
         INSERT INTO llama_checkpoint_meta
           (id, model_name, input_hash, file_path, status, active_key, fingerprint, tokens_hash, n_tokens, memory_kind,
            file_size, payload_crc32, created_us, last_used_us, hit_count, prefill_ms, expires_us, pinned, label,
-           start_token, parent_no)
+           start_token, parent_no, extends_no)
         VALUES
           (p_id, p_model_name, p_input_hash, p_file_path, 'ACTIVE', l_key, p_fingerprint, p_tokens_hash, p_n_tokens,
            p_memory_kind, p_file_size, p_payload_crc32, l_now, l_now, 0, p_prefill_ms,
-           l_now + TRUNC(p_expires_in_s * 1000000), 0, p_label, p_start_token, p_parent_no)
+           l_now + TRUNC(p_expires_in_s * 1000000), 0, p_label, p_start_token, p_parent_no, p_extends_no)
         RETURNING ckpt_no INTO p_ckpt_no;
+        -- A longer row that went on from the same one goes on from this one now.
+        UPDATE llama_checkpoint_meta
+           SET extends_no = p_ckpt_no
+         WHERE ckpt_no = p_extended_by_no AND COALESCE(extends_no, 0) = COALESCE(p_extends_no, 0);
         RETURN;
       EXCEPTION
         WHEN DUP_VAL_ON_INDEX THEN

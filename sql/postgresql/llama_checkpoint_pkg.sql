@@ -54,6 +54,8 @@ CREATE OR REPLACE FUNCTION llama_save_checkpoint(
   p_label         text DEFAULT NULL,
   p_start_token   integer DEFAULT 0,
   p_parent_no     bigint DEFAULT NULL,
+  p_extends_no    bigint DEFAULT NULL,
+  p_extended_by_no bigint DEFAULT NULL,
   OUT p_ckpt_no     bigint,
   OUT p_replaced_id text
 )
@@ -85,14 +87,18 @@ BEGIN
       INSERT INTO llama_checkpoint_meta
         (id, model_name, input_hash, file_path, status, active_key, fingerprint, tokens_hash, n_tokens, memory_kind,
          file_size, payload_crc32, created_us, last_used_us, hit_count, prefill_ms, expires_us, pinned, label,
-         start_token, parent_no)
+         start_token, parent_no, extends_no)
       VALUES
         -- An empty text is NULL here as it is on Oracle.
         (nullif(p_id, ''), nullif(p_model_name, ''), p_input_hash, nullif(p_file_path, ''), 'ACTIVE', v_key,
          p_fingerprint, p_tokens_hash, p_n_tokens, nullif(p_memory_kind, ''), p_file_size, p_payload_crc32, v_now, v_now,
          0, p_prefill_ms, v_now + CAST(trunc(p_expires_in_s * 1000000) AS bigint), 0, nullif(p_label, ''),
-         p_start_token, p_parent_no)
+         p_start_token, p_parent_no, p_extends_no)
       RETURNING ckpt_no INTO p_ckpt_no;
+      -- A longer row that went on from the same one goes on from this one now.
+      UPDATE llama_checkpoint_meta
+         SET extends_no = p_ckpt_no
+       WHERE ckpt_no = p_extended_by_no AND COALESCE(extends_no, 0) = COALESCE(p_extends_no, 0);
       RETURN;
     EXCEPTION
       WHEN unique_violation THEN

@@ -20,13 +20,26 @@ LIMIT = 10 << 20
 N_TOKENS = 117  # some 2.7 MB a checkpoint: three fit
 
 
-def bytes_in_shards(root):
-    """What the store's files take at this moment, by their sizes."""
-    total = 0
+def files_in_shards(root):
+    """The store's files with their sizes, by their checkpoints' ids: a temporary gets its name while one looks."""
+    found = {}
     for path in root.glob("??/??/*"):
         with contextlib.suppress(FileNotFoundError):  # it went or got its name since it was listed
-            total += path.stat().st_size
-    return total
+            found[path.name.partition(".")[0]] = path.stat().st_size
+    return found
+
+
+def bytes_in_shards(root):
+    """What the store's files take when nobody is at work, by their sizes."""
+    return sum(files_in_shards(root).values())
+
+
+def bytes_seen_at_once(root):
+    """What files took that were all there at one moment: those that two looks found. One look alone would add up a file that
+    went while it looked and the one that took its room.
+    """
+    before, after = files_in_shards(root), files_in_shards(root)
+    return sum(min(before[one], after[one]) for one in before.keys() & after.keys())
 
 
 def run_children(registry, orders):
@@ -37,7 +50,7 @@ def run_children(registry, orders):
     running = [subprocess.Popen(line, env=child.environment(), **pipes) for line in lines]
     most = n_looks = 0
     while working := [process for process in running if process.poll() is None]:
-        most = max(most, bytes_in_shards(registry.store.root))
+        most = max(most, bytes_seen_at_once(registry.store.root))
         n_looks += 1
         with contextlib.suppress(subprocess.TimeoutExpired):  # leaves the processors to those who work
             working[0].wait(0.003)
@@ -68,8 +81,9 @@ def test_of_twenty_saves_from_four_processes_the_store_never_holds_more_than_its
     assert most <= LIMIT, f"{most} bytes were there at once"
     assert most >= max(size * n_at_start, LIMIT // 2), f"{n_looks} looks saw nothing of it"
     assert Verifier(registry.database, registry.store).findings() == []
+    # Two that make room at once may mark one more than they free: its row is STALE, and has its file.
+    assert sum(row.file_size for row in registry.list()) == bytes_in_shards(registry.store.root)
     active = registry.list(status=Status.ACTIVE)
-    assert sum(row.file_size for row in active) == bytes_in_shards(registry.store.root)
     assert all(registry.restore(engine, text).outcome is Outcome.HIT for text in texts_of(active, n_at_start))
     with registry.database.read() as db:
         assert list(db.scalars(sa.select(save_claim.c.holder).where(save_claim.c.holder != "budget"))) == []

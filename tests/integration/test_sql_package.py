@@ -254,6 +254,16 @@ def test_a_delta_of_a_parent_that_is_not_active_is_refused(database):
             save(db, new("one", start_token=256, parent_no=parent_no))
 
 
+def test_a_row_between_two_others_is_what_the_longer_one_goes_on_from(database):
+    first, longer = plant(database, "first"), plant(database, "longer")
+    with database.write() as db:
+        db.execute(sa.update(meta).where(meta.c.ckpt_no == longer).values(extends_no=first))
+        between = save(db, new("between", extends_no=first, extended_by_no=longer)).p_ckpt_no
+        save(db, new("elsewhere", extends_no=None, extended_by_no=longer))
+        rows = dict(db.execute(sa.select(meta.c.ckpt_no, meta.c.extends_no)).all())
+    assert (rows[between], rows[longer]) == (first, between)
+
+
 def test_a_row_that_would_supersede_its_own_parent_is_refused(database):
     parent = plant(database, "one")
     with refused(database, "23503", "no ACTIVE parent") as db:

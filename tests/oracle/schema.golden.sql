@@ -327,4 +327,14 @@ UPDATE llama_ckpt_schema SET version_num='0005' WHERE llama_ckpt_schema.version_
 
 /
 
+-- Running upgrade 0005 -> 0006
+
+ALTER TABLE llama_checkpoint_meta ADD extends_no NUMBER(19)
+
+/
+
+UPDATE llama_ckpt_schema SET version_num='0006' WHERE llama_ckpt_schema.version_num = '0005'
+
+/
+
 COMMIT;

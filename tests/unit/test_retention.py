@@ -35,6 +35,7 @@ def row(*, age_s: float = 100.0, idle_s: float | None = None, **values) -> Candi
         "lease_until_us": None,
         "pinned": False,
         "parent_no": None,
+        "extends_no": None,
     }
     return Candidate(**{**fields, **values})
 
@@ -174,6 +175,73 @@ def test_parents_of_living_deltas_stay_and_leaves_go_first():
     assert condemned([root, delta, pinned, newest], max_count=1) == []
     # Over a limit of two the leaf goes, though its parents are older.
     assert condemned([root, delta, leaf, newest], max_count=3, order=Order.OLDEST) == [leaf.ckpt_no]
+
+
+def nested(n, **values):
+    """Checkpoints that each go on from the one before, oldest first, and a newest one that has nothing to do with them."""
+    rows = [row(age_s=500, n_tokens=100, **values)]
+    while len(rows) < n:
+        rows.append(row(age_s=500 - len(rows), n_tokens=100 + len(rows), extends_no=rows[-1].ckpt_no, **values))
+    return [*rows, row(age_s=0)]
+
+
+@pytest.mark.parametrize("order", Order)
+def test_of_nested_prefixes_the_shortest_go_first_since_the_longest_serves_all(order):
+    *chain, newest = nested(5, hit_count=50, idle_s=1)
+    others = [row(age_s=900, idle_s=900) for _ in range(3)]
+    rows = sorted([*chain, newest, *others])
+    assert condemned(rows, max_count=5, order=order) == [r.ckpt_no for r in chain[:4]]
+    assert condemned(rows, max_count=8, order=order) == [chain[0].ckpt_no]
+
+
+def test_a_prefix_from_which_several_go_on_is_a_shared_root_and_does_not_go_first():
+    root, one, newest = nested(2, hit_count=50)
+    other = row(age_s=300, n_tokens=120, extends_no=root.ckpt_no, hit_count=50)
+    useless = row(age_s=50)
+    rows = [root, one, newest, other, useless]
+    assert condemned(rows, max_count=4) == [useless.ckpt_no]
+    # One of them is gone: what is left serves all that the root serves.
+    assert condemned([root, one, newest, useless], max_count=3) == [root.ckpt_no]
+
+
+def test_what_an_expiring_or_condemned_checkpoint_goes_on_from_is_not_superseded():
+    root, longer, newest = nested(2, hit_count=50)
+    useless = row(age_s=50)
+    assert condemned([root, longer._replace(expires_us=NOW + 1), newest, useless], max_count=3) == [useless.ckpt_no]
+    idle = longer._replace(last_used_us=NOW - 900 * S)
+    assert condemned([root, idle, newest, useless], max_idle_s=600, max_count=2) == [idle.ckpt_no, useless.ckpt_no]
+
+
+def test_a_superseded_prefix_stays_that_a_living_delta_needs_or_something_else_shields():
+    root, delta, newest = nested(2, hit_count=50)
+    delta = delta._replace(parent_no=root.ckpt_no)
+    useless = row(age_s=50)
+    assert condemned([root, delta, newest, useless], max_count=3) == [useless.ckpt_no]
+    root, longer, newest = nested(2)
+    pinned = root._replace(pinned=1)
+    assert condemned([pinned, longer, newest, useless], max_count=3, order=Order.OLDEST) == [longer.ckpt_no]
+
+
+def test_a_chain_of_deltas_that_a_full_checkpoint_goes_on_from_goes_as_one_leaves_first():
+    root, delta, whole, newest = nested(3, hit_count=50)
+    delta = delta._replace(parent_no=root.ckpt_no)
+    useless = row(age_s=50)
+    rows = [root, delta, whole, newest, useless]
+    assert condemned(rows, max_count=4) == [delta.ckpt_no]
+    assert condemned(rows, max_count=3) == [root.ckpt_no, delta.ckpt_no]
+    # One more stands on the root: it is shared, and only the leaf is superseded.
+    rows.append(row(age_s=40, parent_no=root.ckpt_no, extends_no=root.ckpt_no, hit_count=50))
+    assert condemned(rows, max_count=4) == [delta.ckpt_no, useless.ckpt_no]
+
+
+def test_explain_and_the_rule_say_that_a_longer_checkpoint_takes_over():
+    root, longer, newest = nested(2)
+    rule = "over max_count of 2: a longer checkpoint begins with all of it"
+    policy = Policy(max_count=2)
+    assert [v.rule for v in judge([root, longer, newest], policy, NOW)] == [rule]
+    opinions = explain([root, longer, newest], root, policy, NOW, Disk(free=1, total=1))
+    assert (opinions[-1].word, opinions[-1].why) == (RuleWord.CONDEMNS, rule)
+    assert opinions[-2].why.endswith("; among the first, since a longer checkpoint begins with all of it")
 
 
 def test_a_delta_whose_parent_is_not_active_is_judged_for_itself():

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from llama_ckpt.db import usage
 from llama_ckpt.db.tables import checkpoint_prefix, llama_model, registry_info
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.types import Digest, now_us
@@ -22,11 +21,9 @@ from llama_ckpt.values import (
     Checkpoint,
     MemoryKind,
     ModelDimensions,
-    ModelStats,
     NewCheckpoint,
     RegisteredModel,
     StaleReason,
-    Stats,
     Status,
 )
 
@@ -147,7 +144,8 @@ def expire_due(db: sa.Connection, digest: bytes, of_input: bytes) -> None:
 
 def insert_checkpoint(db: sa.Connection, new: NewCheckpoint) -> Checkpoint:
     """Adds an ACTIVE row and gives it back, with its number and times. A delta's parent is touched by it, so that whoever
-    is about to mark the parent sees that it is needed.
+    is about to mark the parent sees that it is needed. A longer row that goes on from what this one goes on from, goes on from
+    this one now.
 
     Raises:
         sqlalchemy IntegrityError: there is one for this fingerprint and input.
@@ -179,9 +177,14 @@ def insert_checkpoint(db: sa.Connection, new: NewCheckpoint) -> Checkpoint:
             label=new.label,
             start_token=new.start_token,
             parent_no=new.parent_no,
+            extends_no=new.extends_no,
         )
     )
-    return _checkpoint(db.execute(sa.select(*_COLUMNS).where(meta.c.id == new.id)).one())
+    row = _checkpoint(db.execute(sa.select(*_COLUMNS).where(meta.c.id == new.id)).one())
+    if new.extended_by_no is not None:
+        longer = [meta.c.ckpt_no == new.extended_by_no, sa.func.coalesce(meta.c.extends_no, 0) == (new.extends_no or 0)]
+        db.execute(sa.update(meta).where(*longer).values(extends_no=row.ckpt_no))
+    return row
 
 
 def _touch_active(db: sa.Connection, ckpt_no: int) -> bool:
@@ -399,46 +402,6 @@ def _checkpoint(row: sa.Row[Any]) -> Checkpoint:
     values["stale_reason"] = None if values["stale_reason"] is None else StaleReason(values["stale_reason"])
     values["pinned"] = bool(values["pinned"])
     return Checkpoint(**values)
-
-
-# -- totals ----------------------------------------------------------------------------------------------------------
-
-
-def stats(db: sa.Connection) -> Stats:
-    """Totals, recounted from the rows, and what was met how often."""
-    per_model = sa.select(
-        meta.c.model_name,
-        meta.c.fingerprint,
-        meta.c.status,
-        sa.func.count().label("n"),
-        sa.func.sum(meta.c.file_size).label("n_bytes"),
-        sa.func.sum(meta.c.n_tokens).label("n_tokens"),
-        sa.func.sum(meta.c.hit_count).label("hits"),
-        sa.func.sum(meta.c.hit_count * sa.func.coalesce(meta.c.prefill_ms, 0)).label("spared"),
-    ).group_by(meta.c.model_name, meta.c.fingerprint, meta.c.status)
-    rows = db.execute(per_model.order_by(meta.c.model_name)).all()
-    active, stale = [r for r in rows if r.status == ACTIVE], [r for r in rows if r.status == STALE]
-    return Stats(
-        n_active=sum(int(r.n) for r in active),
-        n_stale=sum(int(r.n) for r in stale),
-        active_bytes=sum(int(r.n_bytes) for r in active),
-        stale_bytes=sum(int(r.n_bytes) for r in stale),
-        n_tokens=sum(int(r.n_tokens) for r in active),
-        hit_count=sum(int(r.hits) for r in rows),
-        spared_ms=sum(int(r.spared) for r in rows),
-        models=tuple(
-            ModelStats(
-                model_name=r.model_name,
-                fingerprint=r.fingerprint,
-                n_active=int(r.n),
-                active_bytes=int(r.n_bytes),
-                n_tokens=int(r.n_tokens),
-                hit_count=int(r.hits),
-            )
-            for r in active
-        ),
-        events=usage.totals(db),
-    )
 
 
 def is_empty(db: sa.Connection) -> bool:

@@ -87,6 +87,8 @@ llama_checkpoint_meta = Table(
         ForeignKey("llama_checkpoint_meta.ckpt_no", name="fk_llama_ckpt_meta_parent"),
         nullable=True,
     ),
+    # The longest checkpoint that all tokens of this one begin with, as it was at the save. It may be gone: no key.
+    Column("extends_no", BigInteger, nullable=True),
     CheckConstraint("status IN ('ACTIVE', 'STALE')", name="llama_ckpt_meta_status"),
     CheckConstraint("pinned IN (0, 1)", name="llama_ckpt_meta_pinned"),
     # At most one ACTIVE row per (fingerprint, input hash), in a form all three databases and batch migrations keep.

@@ -1,6 +1,7 @@
-"""`usage_day`: how often rare events were met, per day, over all processes. Nothing here commits.
+"""How the registry is used: totals of the rows, and `usage_day`, how often rare events were met, per day, over all processes.
+Nothing here commits.
 
-A row is one for all writers of a day, so only what is rare is counted here: a hit is not.
+A row of `usage_day` is one for all writers of a day, so only what is rare is counted here: a hit is not.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from collections.abc import Iterable
 
 import sqlalchemy as sa
 
+from llama_ckpt.db.queries import ACTIVE, STALE
+from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import usage_day
 from llama_ckpt.db.types import now_us
+from llama_ckpt.values import ModelStats, Stats
 
 _DAY_US = 86_400_000_000
 
@@ -35,3 +39,40 @@ def totals(db: sa.Connection) -> dict[str, int]:
     total = sa.func.sum(usage_day.c.n_times).label("n_times")
     query = sa.select(usage_day.c.event_name, total).group_by(usage_day.c.event_name).order_by(usage_day.c.event_name)
     return {str(row.event_name): int(row.n_times) for row in db.execute(query)}
+
+
+def stats(db: sa.Connection) -> Stats:
+    """Totals, recounted from the rows, and what was met how often."""
+    per_model = sa.select(
+        meta.c.model_name,
+        meta.c.fingerprint,
+        meta.c.status,
+        sa.func.count().label("n"),
+        sa.func.sum(meta.c.file_size).label("n_bytes"),
+        sa.func.sum(meta.c.n_tokens).label("n_tokens"),
+        sa.func.sum(meta.c.hit_count).label("hits"),
+        sa.func.sum(meta.c.hit_count * sa.func.coalesce(meta.c.prefill_ms, 0)).label("spared"),
+    ).group_by(meta.c.model_name, meta.c.fingerprint, meta.c.status)
+    rows = db.execute(per_model.order_by(meta.c.model_name)).all()
+    active, stale = [r for r in rows if r.status == ACTIVE], [r for r in rows if r.status == STALE]
+    return Stats(
+        n_active=sum(int(r.n) for r in active),
+        n_stale=sum(int(r.n) for r in stale),
+        active_bytes=sum(int(r.n_bytes) for r in active),
+        stale_bytes=sum(int(r.n_bytes) for r in stale),
+        n_tokens=sum(int(r.n_tokens) for r in active),
+        hit_count=sum(int(r.hits) for r in rows),
+        spared_ms=sum(int(r.spared) for r in rows),
+        models=tuple(
+            ModelStats(
+                model_name=r.model_name,
+                fingerprint=r.fingerprint,
+                n_active=int(r.n),
+                active_bytes=int(r.n_bytes),
+                n_tokens=int(r.n_tokens),
+                hit_count=int(r.hits),
+            )
+            for r in active
+        ),
+        events=totals(db),
+    )
