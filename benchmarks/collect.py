@@ -1,7 +1,9 @@
-"""How long do scan, plan and delete take on a store with a tenth to collect, and do savers beside it notice?
+"""How long do scan, plan and delete take on a store with a tenth of each kind to collect, and do savers beside it notice?
 
 Yardsticks, in the same run: a bare walk of the folders, a bare read of the rows, a bare loop of unlinks over as many files of the
 same kind, `diskcache.Cache.check` over as many entries. A run takes what it collects away, so each is timed once for a store.
+The files to collect are those of the shortest checkpoints that a match takes; with longer ones an unlink takes longer, and what
+comes on top of it the same.
 """
 
 from __future__ import annotations
@@ -27,13 +29,20 @@ from llama_ckpt.db import queries
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import active_key
-from llama_ckpt.gc_values import GcPlan
+from llama_ckpt.gc_values import GcKind, GcPlan
+from llama_ckpt.matching import DEFAULT_MIN_TOKENS
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention import Policy
 
 DAY_US = 86_400 * 1_000_000
 DEAD = "00000000-1-1"  # a temporary of a machine that is not this one
 ROOT = Path(__file__).parents[1]
+_ROUNDS = 10
+
+
+def file_bytes() -> bytes:
+    """A whole checkpoint of as many tokens as a match takes at least."""
+    return checkpoint_bytes(n_tokens=DEFAULT_MIN_TOKENS)
 
 
 def is_collected(number: int) -> bool:
@@ -43,7 +52,7 @@ def is_collected(number: int) -> bool:
 
 def plant_files(root: Path, n_files: int) -> None:
     """Every twentieth is a temporary."""
-    whole = checkpoint_bytes()
+    whole = file_bytes()
     long_ago = time.time() - 2 * 86_400
     for number in range(n_files):
         relative = path_of(planting.id_of(number))
@@ -58,7 +67,7 @@ def plant_files(root: Path, n_files: int) -> None:
 
 
 def plant_rows(registry: Registry, engine: SampleEngine, n_rows: int, n_files: int) -> None:
-    digest, size = engine.fingerprint.digest, len(checkpoint_bytes())
+    digest, size = engine.fingerprint.digest, len(file_bytes())
     with registry.database.read() as db:
         now = queries.clock_us(db)
     for first in range(0, n_rows, 5000):
@@ -100,26 +109,28 @@ def bare_read(registry: Registry) -> None:
             last = rows[-1].ckpt_no
 
 
-def bare_unlinks(folder: Path, n: int) -> float:
-    """As many files of the same size, in as many folders."""
-    whole, paths = checkpoint_bytes(), []
-    for number in range(n):
-        path = folder / path_of(planting.id_of(number))
+def plant_bare(folder: Path, n_files: int) -> list[str]:
+    """As many files as half of those that gc will delete, of the same size, in as many folders."""
+    whole = file_bytes()
+    numbers = [number for number in range(n_files) if is_collected(number)][::2]
+    paths = [folder / path_of(planting.id_of(number)) for number in numbers]
+    for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(whole)
-        paths.append(path)
-    start = time.perf_counter()
+    return [str(path) for path in paths]
+
+
+def bare_unlinks(paths: list[str]) -> None:
     for path in paths:
-        path.unlink()
-    return time.perf_counter() - start
+        os.unlink(path)
 
 
 def check_seconds(folder: Path, n: int) -> float:
-    """`diskcache.Cache.check` of as many entries, each a file of the same size."""
+    """`diskcache.Cache.check` of as many entries, each a file of a block: it does not read them."""
     import diskcache
 
     with diskcache.Cache(str(folder), disk_min_file_size=0) as cache:
-        whole = checkpoint_bytes()
+        whole = file_bytes()[:4096]
         with cache.transact():
             for number in range(n):
                 cache.set(number, whole)
@@ -140,24 +151,32 @@ def _of_store(kind: str, n_rows: int, n_files: int, folder: Path) -> Case:
     with databases.database_url(kind) as url, Registry.open(url, folder / "store", upgrade=True) as registry:
         registry.save(engine, "the first brings the model")
         plant_files(registry.store.root, n_files)
+        bare = plant_bare(folder / "bare", n_files)
         plant_rows(registry, engine, n_rows, n_files)
-        _measure(case, registry, folder)
+        os.sync()  # the first to unlink a file that is not on the disk yet would have the less to do
+        _measure(case, registry, bare)
     case.add("diskcache.Cache.check", check_seconds(folder / "diskcache", n_files))
     return case
 
 
-def _measure(case: Case, registry: Registry, folder: Path) -> None:
+def _measure(case: Case, registry: Registry, bare: list[str]) -> None:
     collector = Collector(registry.parts)
     plans: list[GcPlan] = []
     case.add("bare walk", timed(lambda: bare_walk(registry.store.root)))
     case.add("bare read of rows", timed(lambda: bare_read(registry)))
     peak = peak_above_idle(lambda: case.add("plan", timed(lambda: plans.append(collector.plan(at_once=True)))))
     plan = plans[0]
-    # Every second item alone, timed; the others beside a process that saves.
-    timed_half, other_half = replace(plan, items=plan.items[::2]), replace(plan, items=plan.items[1::2])
-    case.add("run", timed(lambda: collector.run(timed_half)))
-    n_unlinked = sum(i.kind != "missing" for i in timed_half.items)
-    case.add("bare unlink", bare_unlinks(folder / "bare", n_unlinked))
+    # Rows whose file is gone are marked, not deleted. Of the rest every second item goes alone, the others beside a process that
+    # saves.
+    missing = [item for item in plan.items if item.kind is GcKind.MISSING]
+    files = [item for item in plan.items if item.kind is not GcKind.MISSING]
+    case.add("mark missing", timed(lambda: collector.run(replace(plan, items=tuple(missing)))))
+    other_half = replace(plan, items=tuple(files[1::2]))
+    mine = files[::2]
+    assert len(mine) == len(bare)
+    for i in range(_ROUNDS):  # some of each in turn: how long an unlink takes changes with what the disk does just then
+        case.add("bare unlink", timed(lambda: bare_unlinks(bare[i::_ROUNDS])))  # noqa: B023
+        case.add("run", timed(lambda: collector.run(replace(plan, items=tuple(mine[i::_ROUNDS])))))  # noqa: B023
     url, store = registry.database.url.render_as_string(hide_password=False), registry.store.root
     alone = saves_during(url, store, lambda: time.sleep(1))
     beside = saves_during(url, store, lambda: collector.run(other_half))
@@ -168,8 +187,10 @@ def _measure(case: Case, registry: Registry, folder: Path) -> None:
     case.add("prune", marking)
     case.facts |= {
         "items": len(plan.items),
+        "bytes of a file to collect": len(file_bytes()),
+        "run: us a file": sum(case.samples["run"]) / len(bare) * 1e6,
         "plan : walk and read": case.median("plan") / (case.median("bare walk") + case.median("bare read of rows")),
-        "run : bare unlink": case.median("run") / case.median("bare unlink"),
+        "run : bare unlink": case.ratio("run", "bare unlink"),
         "save alone, ms": alone * 1000,
         "save beside gc, ms": beside * 1000,
         "rows marked per second": len(verdicts) / marking,
