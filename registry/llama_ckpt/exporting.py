@@ -12,7 +12,7 @@ from pathlib import Path
 from shlex import quote
 
 from llama_ckpt import formats
-from llama_ckpt.db import queries
+from llama_ckpt.db import leases
 from llama_ckpt.disk import write_file
 from llama_ckpt.errors import BadInput, DatabaseUnavailable
 from llama_ckpt.flattening import whole_file
@@ -117,7 +117,7 @@ def export(parts: Parts, row: Checkpoint, target: Path, options: ExportOptions) 
 @contextmanager
 def _leased(parts: Parts, row: Checkpoint) -> Iterator[None]:
     with parts.database.write() as db:
-        until = queries.lease(db, row, LEASE_S)
+        until = leases.lease(db, row, LEASE_S)
     if until is None:
         reason = f"it is STALE; bring it back with: llama-ckpt unprune {row.id}"
         raise BadInput(what="checkpoint", value=row.id, reason=reason)
@@ -127,7 +127,7 @@ def _leased(parts: Parts, row: Checkpoint) -> Iterator[None]:
     finally:
         try:
             with parts.database.write() as db:
-                queries.release(db, row, until)
+                leases.release(db, row, until)
         except DatabaseUnavailable as error:  # it ends by itself
             log.warning("the lease of checkpoint %s ends in %.0f s: %s", row.id, LEASE_S, error)
 

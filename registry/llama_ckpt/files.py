@@ -373,11 +373,11 @@ class Store:
         """A path as text: gc asks for one per file, and `Path` would take as long as the system's work."""
         if not PATH.fullmatch(relative):
             raise UnsafePath(path=relative, reason="not a path that this store gives")
-        folder = os.fspath(self.root)
-        for part in relative.split("/")[:-1]:
+        folder, (*parts, name) = os.fspath(self.root), relative.split("/")
+        for part in parts:
             folder = f"{folder}/{part}"
             _require_plain_folder(folder)
-        return f"{folder}/{relative.rpartition('/')[2]}"
+        return f"{folder}/{name}"
 
 
 def _require_plain_folder(folder: str | Path) -> None:

@@ -8,13 +8,15 @@ damaged goes STALE, as by a restore.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from llama_ckpt import matching
 from llama_ckpt.db import prefixes, queries
+from llama_ckpt.db.connect import Connection
 from llama_ckpt.engine import Vocabulary
 from llama_ckpt.errors import (
     CorruptFile,
@@ -24,7 +26,7 @@ from llama_ckpt.errors import (
     UnsafePath,
     without_frames,
 )
-from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, end_hashes, prefix_hashes, tokens_hash
+from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, end_hashes, prefix_hashes, tokens_hash, tokens_hashes
 from llama_ckpt.formats import container
 from llama_ckpt.matching import Head
 from llama_ckpt.parts import Parts
@@ -120,6 +122,8 @@ def _match(parts: Parts, question: Question) -> MatchResult:
 def _of_this_input(parts: Parts, question: Question) -> tuple[list[Checkpoint], dict[bytes, RegisteredModel]]:
     """The rows of this input hash under any fingerprint, and all models by their fingerprints."""
     rows = parts.database.query(lambda db: queries.find_by_input(db, question.of_input))
+    if not rows and question.fingerprint is not None:
+        return [], {}
     # Models after rows: a row's model is there before the row is.
     models = {m.fingerprint.digest: m for m in parts.database.query(queries.models)}
     return [row for row in rows if row.fingerprint in models], models
@@ -158,48 +162,62 @@ class _Search:
         """
         size = self.parts.block_size
         chain = prefix_hashes(self.digest, self.token_ids, size)
-        deepest = self.parts.database.query(lambda db: prefixes.deepest(db, chain, _WIDE))
-        most = min(len(self.token_ids), (deepest + 1) * size - 1)  # nothing linked begins with more
+        deepest, rows = self.parts.database.query(partial(self._deepest, chain))
+        most = self._most(deepest)
         heads: list[Head] = []
         spare: list[Checkpoint] = []
         best = 0
-        if most < self.at_least:
-            return []
         for depth in range(deepest, -1, -1):
-            before = chain[depth - 1] if depth else self.digest
-            for row, is_prefix in self._candidates(before, depth * size):
+            if depth < deepest:
+                rows = self.parts.database.query(partial(self._rows_at, chain, depth))
+            self.parts.hook("looked up")
+            for row, is_prefix in self._in_order(rows, most):
                 if row.memory_kind is not MemoryKind.FULL and not (is_prefix and row.n_tokens < len(self.token_ids)):
                     spare.append(row)
-                elif (head := self._head(row)) is not None:
+                elif row.n_tokens > best and (head := self._head(row)) is not None:
                     heads.append(head)
-                    best = max(best, self._usable(head))
+                    best = max(best, matching.n_usable(row, head.n_matching, len(self.token_ids)))
                     if best == most:
                         return heads
             if best or len(self._seen) >= MOST_HEADS or depth * size <= self.at_least:
                 break
         return heads or [head for row in spare[:1] if (head := self._head(row)) is not None]
 
-    def _usable(self, head: Head) -> int:
-        n_matching = matching.common_prefix(self.token_ids, head.token_ids)
-        return matching.n_usable(head.row, n_matching, len(self.token_ids))
+    def _most(self, depth: int) -> int:
+        """With how many tokens of the input a checkpoint begins at most, if it has its first `depth` blocks and not the next."""
+        return min(len(self.token_ids), (depth + 1) * self.parts.block_size - 1)
 
-    def _candidates(self, before: bytes, start: int) -> Iterator[tuple[Checkpoint, bool]]:
-        """The rows that end inside the block from token `start` on, longest first, and then those that share all before it; of
-        the first block, where nothing is shared yet, those that were saved last. With each, whether by its hash all of it is
-        a beginning of the input.
+    def _deepest(self, chain: Sequence[bytes], db: Connection) -> tuple[int, list[Checkpoint]]:
+        """How many blocks of the input are linked, and the rows to look at first; none if they would be too short."""
+        deepest = prefixes.deepest(db, chain, _WIDE)
+        return deepest, [] if self._most(deepest) < self.at_least else self._rows_at(chain, deepest, db)
+
+    def _rows_at(self, chain: Sequence[bytes], depth: int, db: Connection) -> list[Checkpoint]:
+        """Rows that begin with the first `depth` blocks of the input: whatever ends inside the next block and is a beginning of
+        the input, and 16 others, smallest first; of no block, where nothing is shared yet, those that were saved last.
         """
-        ends = end_hashes(before, self.token_ids[start : start + self.parts.block_size - 1])
-        ending, more = self.parts.database.query(
-            lambda db: (
-                prefixes.ending_at(db, ends, MOST_HEADS),
-                prefixes.sharing(db, before, MOST_HEADS) if start else prefixes.newest(db, self.digest, MOST_HEADS),
-            )
-        )
-        self.parts.hook("looked up")
-        yield from ((row, True) for row in ending)
-        numbers = {row.ckpt_no for row in ending}
-        more.sort(key=lambda row: (row.n_tokens, row.ckpt_no))  # the first to be as good as can be is the one to take
-        yield from ((row, row.n_tokens == start) for row in more if row.ckpt_no not in numbers)
+        size, before = self.parts.block_size, chain[depth - 1] if depth else self.digest
+        start, end = depth * size, (depth + 1) * size
+        if start:
+            rows, are_all = prefixes.sharing(db, before, MOST_HEADS)
+            if are_all or (rows and rows[-1].n_tokens >= end):
+                return rows  # what ends inside the next block is among them
+        else:
+            rows = prefixes.newest(db, self.digest, MOST_HEADS)
+        ending = prefixes.ending_at(db, end_hashes(before, self.token_ids[start : end - 1]), MOST_HEADS)
+        return list({row.ckpt_no: row for row in [*ending, *rows]}.values())
+
+    def _in_order(self, rows: Sequence[Checkpoint], most: int) -> list[tuple[Checkpoint, bool]]:
+        """First the rows of up to `most` tokens that by their hash are a beginning of the input, longest first; then the others,
+        shortest first: the first to be as good as can be is the one to take. With each, whether it is such a beginning.
+        """
+        beginnings = tokens_hashes(self.token_ids, {row.n_tokens for row in rows if row.n_tokens <= most})
+        whole: list[tuple[Checkpoint, bool]] = []
+        others: list[tuple[Checkpoint, bool]] = []
+        for row in sorted(rows, key=lambda row: (row.n_tokens, row.ckpt_no)):
+            is_whole = row.tokens_hash == beginnings.get(row.n_tokens)
+            (whole if is_whole else others).append((row, is_whole))
+        return sorted(whole, key=lambda told: -told[0].n_tokens) + others
 
     def _head(self, row: Checkpoint) -> Head | None:
         """A row with its token ids, if it was not looked at already and its files are in order."""
@@ -207,13 +225,14 @@ class _Search:
             return None
         self._seen.add(row.ckpt_no)
         try:
-            return Head(row, token_ids_of(self.parts, row, self._broken))
+            token_ids = token_ids_of(self.parts, row, self._broken)
         except (CorruptFile, FileMissing, UnsafePath):
             return None  # told by `_broken`
         except StoreUnavailable as error:
             log.warning("checkpoint %s cannot be looked at now: %s", row.id, error)
             self.trouble = error
             return None
+        return Head(row, token_ids, matching.common_prefix(self.token_ids, token_ids))
 
     def _broken(self, row: Checkpoint, error: Unreadable) -> None:
         """Makes a row STALE whose file is missing or damaged. One that the database cannot be told of stays for a restore."""

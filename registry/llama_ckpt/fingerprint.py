@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,6 +145,15 @@ def _shape(given: object) -> str:
 def tokens_hash(token_ids: TokenIds) -> bytes:
     """SHA-256 of the token ids as little-endian int32, 32 raw bytes."""
     return hashlib.sha256(_id_bytes(token_ids)).digest()
+
+
+def tokens_hashes(token_ids: TokenIds, lengths: Iterable[int]) -> dict[int, bytes]:
+    """`tokens_hash` of the beginnings of these lengths, in one pass."""
+    data, so_far, at, found = _id_bytes(token_ids), hashlib.sha256(), 0, {}
+    for n in sorted(lengths):
+        so_far.update(data[_ID_SIZE * at : _ID_SIZE * n])
+        found[n], at = so_far.copy().digest(), n
+    return found
 
 
 def active_key(fingerprint_digest: bytes, of_input: bytes) -> bytes:

@@ -27,10 +27,13 @@ TextOf = Callable[[TokenIds], str]
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A checkpoint and all of its token ids, as its file has them; shape `[n_tokens]`."""
+    """A checkpoint and all of its token ids, as its file has them; shape `[n_tokens]`. The input begins with the first
+    `n_matching` of them.
+    """
 
     row: Checkpoint
     token_ids: TokenIds
+    n_matching: int
 
 
 def decide(
@@ -88,8 +91,9 @@ def why_not_whole(row: Checkpoint, token_ids: TokenIds | None) -> str | None:
 def common_prefix(one: TokenIds, other: TokenIds) -> int:
     """How many token ids two sequences begin with alike."""
     n = min(len(one), len(other))
-    differ = (one[:n] != other[:n]).nonzero()[0]
-    return int(differ[0]) if differ.size else n
+    differ = one[:n] != other[:n]
+    first = int(differ.argmax()) if n else 0
+    return first if n and differ[first] else n
 
 
 def n_usable(row: Checkpoint, n_matching: int, n_tokens: int) -> int:
@@ -111,17 +115,16 @@ def by_prefix(
     token ids, for the explanation.
     """
     n = len(token_ids)
-    compared = [(common_prefix(token_ids, head.token_ids), head) for head in heads]
-    found = [(n_matching, head) for n_matching, head in compared if n_matching]
+    found = [head for head in heads if head.n_matching]
     if not found:
         reason = "no checkpoint begins like this input"
         return MatchResult(outcome=Outcome.NO_MATCH, reason=reason, input_hash=of_input, n_tokens=n)
 
-    def rank(pair: tuple[int, Head]) -> tuple[int, int, int, int]:
-        row = pair[1].row
-        return (-n_usable(row, pair[0], n), -pair[0], row.n_tokens, row.ckpt_no)
+    def rank(head: Head) -> tuple[int, int, int, int]:
+        return (-n_usable(head.row, head.n_matching, n), -head.n_matching, head.row.n_tokens, head.row.ckpt_no)
 
-    n_matching, best = min(found, key=rank)
+    best = min(found, key=rank)
+    n_matching = best.n_matching
     told = MatchResult(
         outcome=Outcome.NO_MATCH,
         reason=_why_not(best.row, n_matching, n, min_tokens),

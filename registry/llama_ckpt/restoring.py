@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from llama_ckpt.db import queries, usage
+from llama_ckpt.db import leases, usage
 from llama_ckpt.engine import Engine
 from llama_ckpt.errors import (
     BadInput,
@@ -228,7 +228,7 @@ def _leased(parts: Parts, row: Checkpoint) -> Iterator[Reading]:
         Incompatible: it is not ACTIVE any more.
     """
     with parts.database.write() as db:
-        until = queries.lease(db, row, LEASE_S)
+        until = leases.lease(db, row, LEASE_S)
     if until is None:
         raise Incompatible(reason=f"checkpoint {row.id} went STALE at this moment")
     parts.hook("leased")
@@ -253,9 +253,7 @@ def _record(parts: Parts, row: Checkpoint, until: int, events: set[Event], *, hi
         ):  # of each event another process may count its day's first at this moment
             try:
                 with parts.database.write() as db:
-                    queries.release(db, row, until)
-                    if hit:
-                        queries.record_hit(db, row)
+                    leases.release(db, row, until, hit=hit)
                     usage.count(db, [event.value for event in events])
                 return
             except Conflict as error:

@@ -242,15 +242,15 @@ def test_a_saver_that_comes_second_takes_the_firsts_row_and_removes_its_own_file
 
 
 def test_a_checkpoint_that_goes_stale_between_match_and_lease_is_no_match(registry, engine, saved, monkeypatch):
-    from llama_ckpt.db import queries
+    from llama_ckpt.db import leases, queries
 
-    real = queries.lease
+    real = leases.lease
 
     def too_late(db, row, seconds):
         queries.mark_stale(db, row, StaleReason.REMOVED)
         return real(db, row, seconds)
 
-    monkeypatch.setattr("llama_ckpt.db.queries.lease", too_late)
+    monkeypatch.setattr("llama_ckpt.db.leases.lease", too_late)
     back = registry.restore(engine, "one")
     assert back.outcome is Outcome.NO_MATCH
     assert "went STALE at this moment" in back.reason

@@ -382,6 +382,49 @@ def test_of_many_that_share_a_block_few_files_are_looked_at(registry, engine, sa
     )
 
 
+def test_a_checkpoint_that_cannot_be_better_than_the_one_found_is_not_opened(registry, engine, save, monkeypatch):
+    best = save(*run(10))
+    longer = save(*run(9, 70, 71))
+    save(*run(9)), save(*run(8, 60)), save(*run(8)), save(*run(9, 80))
+    looked_at = []
+    beginning = registry.store.beginning
+    monkeypatch.setattr(registry.store, "beginning", lambda *a: looked_at.append(a[0]) or beginning(*a))
+    result = registry.match(run(10, 99), fingerprint=engine.fingerprint)
+    assert (result.checkpoint.id, result.n_matching) == (best.id, 10)
+    assert looked_at == [best.file_path, longer.file_path], "the others have no more tokens than it"
+
+
+def test_of_equal_token_ids_under_two_inputs_the_one_that_was_saved_first_is_taken(registry, engine, save, find):
+    first = save(*run(10))
+    engine.evaluate(run(10))
+    second = registry.save(engine, " ".join(map(str, run(10)))).checkpoint
+    assert second.id != first.id
+    assert find(*run(10, 99)) == (first.id, 10)
+    registry.remove(first.id)
+    assert find(*run(10, 99)) == (second.id, 10)
+
+
+def test_ends_inside_a_block_are_not_asked_for_where_all_that_could_end_there_are_known(
+    registry, save, find, monkeypatch
+):
+    inside = save(*run(10))
+    save(*run(8, 60, 61))
+    with monkeypatch.context() as patch:
+        patch.setattr(prefixes, "ending_at", lambda *_: pytest.fail("the ends were asked for"))
+        assert find(*run(10, 99)) == (inside.id, 10), "few share the deepest block"
+        for i in range(finding.MOST_HEADS):
+            save(*run(8, 70 + i, 1, 2, 3, 4))
+        assert find(*run(10, 99)) == (inside.id, 10), "many do, and the shortest of them go beyond the next block"
+
+
+def test_an_end_is_found_behind_many_shorter_ones_though_some_of_them_have_expired(registry, save, find):
+    shorter = [save(*run(8, 60 + i)) for i in range(finding.MOST_HEADS)]
+    inside = save(*run(10))
+    for row in shorter[: finding.MOST_HEADS // 2]:
+        set_row(registry, row, expires_us=1)
+    assert find(*run(10, 99)) == (inside.id, 10)
+
+
 def test_no_payload_is_read_or_mapped(registry, engine, save, monkeypatch):
     row = save(*run(40))
     damage(registry, row, at=-1)

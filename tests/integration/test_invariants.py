@@ -102,10 +102,11 @@ def test_the_deepest_prefix_is_found_by_bisection_and_the_smallest_file_with_it(
     with registry.database.read() as db:
         asked = chain_hashes("system", "doc", "a", "x", "y")
         assert prefixes.deepest(db, asked) == 3
-        assert [row.id for row in prefixes.sharing(db, asked[2], 16)] == [long.id]
+        assert [row.id for row in prefixes.sharing(db, asked[2], 16)[0]] == [long.id]
         assert prefixes.deepest(db, chain_hashes("system", "doc", "z")) == 2
-        assert [row.id for row in prefixes.sharing(db, asked[1], 16)] == [short.id, long.id], "the smallest first"
-        assert len(prefixes.sharing(db, asked[0], 2)) == 2, "three share it"
+        assert [row.id for row in prefixes.sharing(db, asked[1], 16)[0]] == [short.id, long.id], "the smallest first"
+        assert [len(prefixes.sharing(db, asked[0], n)[0]) for n in (2, 3, 4)] == [2, 3, 3], "three share it"
+        assert [prefixes.sharing(db, asked[0], n)[1] for n in (2, 3, 4)] == [False, False, True], "whether no more do"
         assert prefixes.deepest(db, chain_hashes("nothing", "like", "it")) == 0
         assert prefixes.deepest(db, []) == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from support import samples
 from support.planted import replant
 from support.sample_engine import NOTHING, SampleEngine
 
-from llama_ckpt.db import usage
+from llama_ckpt.db import leases, queries, usage
 from llama_ckpt.db.tables import usage_day
 from llama_ckpt.errors import CorruptFile, EngineFailed, FileMissing, Incompatible, NotFound, StoreUnavailable
 from llama_ckpt.fingerprint import fingerprint
@@ -90,6 +91,33 @@ def test_events_of_one_restore_are_counted_together(registry):
         usage.count(db, [])
     with registry.database.read() as db:
         assert usage.totals(db) == {"a": 2, "b": 1}
+
+
+# -- leases -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_restore_gives_back_its_own_lease_and_leaves_that_of_a_later_reader(registry, engine, saved):
+    held = []
+
+    def while_it_reads(step):
+        if step == "leased":
+            held.append(registry.get(saved.id).lease_until_us)
+            if len(held) == 1:
+                with registry.database.write() as db:
+                    held.append(leases.lease(db, saved, 3600))
+
+    registry = Registry(replace(registry.parts, hook=while_it_reads))
+    assert registry.restore(engine, "one").outcome is Outcome.HIT
+    first, later = held
+    now = registry.get(saved.id)
+    assert (now.lease_until_us, now.hit_count) == (later, 1), "the hit counts all the same"
+    assert first < later
+    with registry.database.write() as db:
+        leases.release(db, saved, first)
+        assert queries.get(db, saved.id).lease_until_us == later
+        leases.release(db, saved, later)
+    now = registry.get(saved.id)
+    assert (now.lease_until_us, now.hit_count) == (None, 1), "without a hit none is counted"
 
 
 # -- merge -----------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from importlib.resources import files
 import pytest
 import sqlalchemy as sa
 
-from llama_ckpt.db import collecting, coordination, migrate, prefixes, queries
+from llama_ckpt.db import collecting, coordination, leases, migrate, prefixes, queries
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import checkpoint_prefix, gc_run, llama_model, metadata
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
@@ -435,8 +435,7 @@ def test_the_writer_saves_and_marks_but_deletes_no_checkpoint(database):
         assert db.execute(sa.select(meta.c.status).where(meta.c.ckpt_no == old)).scalar_one() == "STALE"
         queries.insert_checkpoint(db, new("two"))
         row = queries.find_active(db, MODEL, new("two").input_hash)
-        assert queries.lease(db, row, 60)
-        queries.record_hit(db, row)
+        leases.release(db, row, leases.lease(db, row, 60), hit=True)
         assert queries.mark_stale(db, row, StaleReason.REMOVED)
     for name in ("llama_checkpoint_meta", "llama_model", "registry_info", "gc_run"):
         assert denied(database, "llama_ckpt_writer", f"DELETE FROM {name}")

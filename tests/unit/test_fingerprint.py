@@ -25,6 +25,7 @@ from llama_ckpt.fingerprint import (
     links_of,
     prefix_hashes,
     tokens_hash,
+    tokens_hashes,
     weights_digest,
 )
 from llama_ckpt.values import Checkpoint
@@ -316,6 +317,12 @@ def test_a_prefix_hash_depends_on_every_id_before_it_and_on_the_model():
     assert prefix_hashes(SEED, ids(1, 2, 3, 9, 5, 6), 2)[0] == chain[0]
     assert not set(prefix_hashes(SEED, ids(1, 9, 3, 4, 5, 6), 2)) & set(chain)
     assert not set(prefix_hashes(b"\x12" * 32, ids(1, 2, 3, 4, 5, 6), 2)) & set(chain)
+
+
+def test_beginnings_hashed_in_one_pass_have_the_hashes_that_each_has_alone():
+    ids = np.arange(40, dtype=np.int32)
+    assert tokens_hashes(ids, [7, 40, 1, 7]) == {n: tokens_hash(ids[:n]) for n in (1, 7, 40)}
+    assert tokens_hashes(ids, []) == {}
 
 
 def test_a_checkpoint_links_its_full_blocks_and_its_end():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llama_ckpt.fingerprint import fingerprint, tokens_hash
-from llama_ckpt.matching import Head, by_prefix, decide, why_not_whole
+from llama_ckpt.matching import Head, by_prefix, common_prefix, decide, why_not_whole
 from llama_ckpt.values import Checkpoint, Divergence, MemoryKind, ModelDimensions, Outcome, RegisteredModel
 
 INPUT = b"\x11" * 32
@@ -98,12 +98,15 @@ def test_without_a_fingerprint_to_compare_a_model_that_has_the_input_is_named():
 
 
 def head(name, *ids, ckpt_no=1, kind=MemoryKind.FULL):
+    """A row with its token ids."""
     found = dataclasses.replace(row(name, len(ids)), ckpt_no=ckpt_no, memory_kind=kind)
-    return Head(found, np.array(ids, dtype=np.int32))
+    return found, np.array(ids, dtype=np.int32)
 
 
 def asked(*ids, among, min_tokens=2, text_of=None):
-    return by_prefix(INPUT, np.array(ids, dtype=np.int32), among, min_tokens, text_of)
+    given = np.array(ids, dtype=np.int32)
+    heads = [Head(found, its, common_prefix(given, its)) for found, its in among]
+    return by_prefix(INPUT, given, heads, min_tokens, text_of)
 
 
 def told(found):

@@ -12,10 +12,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from llama_ckpt.db.queries import ACTIVE, batches, offered, rows_of
+from llama_ckpt.db import queries
+from llama_ckpt.db.queries import ACTIVE, MAY_BE_OFFERED, OFFERED, batches, rows_of
 from llama_ckpt.db.tables import checkpoint_prefix as prefix
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_info
+from llama_ckpt.db.types import Digest
 from llama_ckpt.errors import BadInput
 from llama_ckpt.values import Checkpoint, PrefixLink
 
@@ -94,9 +96,12 @@ def _which_have_links(n: int) -> sa.CompoundSelect[Any]:
     return sa.union_all(*one_each)
 
 
-def sharing(db: sa.Connection, prefix_hash: bytes, at_most: int) -> list[Checkpoint]:
-    """The rows to offer that begin with this prefix, smallest first: a range of the primary key."""
-    return rows_of(db, _sharing(), {"prefix_hash": prefix_hash, "at_most": at_most})
+def sharing(db: sa.Connection, prefix_hash: bytes, at_most: int) -> tuple[list[Checkpoint], bool]:
+    """The rows to offer of the first `at_most` that begin with this prefix, smallest first (a range of the primary key), and
+    whether no more begin with it.
+    """
+    found = queries.rows_or_none(db, _sharing(), {"prefix_hash": prefix_hash, "at_most": at_most})
+    return [row for row in found if row is not None], len(found) < at_most
 
 
 @functools.cache
@@ -105,7 +110,8 @@ def _sharing() -> sa.Select[Any]:
     # The few links first: of a prefix that very many share, PostgreSQL would join all of them and sort.
     first = sa.select(prefix.c.ckpt_no, prefix.c.file_tokens).where(prefix.c.prefix_hash == its)
     few = first.order_by(prefix.c.file_tokens, prefix.c.ckpt_no).limit(_AT_MOST).subquery("few")
-    query = offered().join(few, few.c.ckpt_no == meta.c.ckpt_no)
+    its_row = sa.and_(meta.c.ckpt_no == few.c.ckpt_no, MAY_BE_OFFERED)
+    query = sa.select(*OFFERED.selected_columns).select_from(few.outerjoin(meta, its_row))
     return query.order_by(few.c.file_tokens, few.c.ckpt_no)
 
 
@@ -119,10 +125,20 @@ def ending_at(db: sa.Connection, hashes: Sequence[bytes], at_most: int) -> list[
         n = 1 << (len(some) - 1).bit_length()  # of few lengths: each is a statement that the database must parse
         asked = [*some, *[some[-1]] * (n - len(some))]
         found += db.scalars(_which_begin_with(n), {f"hash_{j}": x for j, x in enumerate(asked)} | {"at_most": at_most})
-    if not found:
-        return []
-    rows = [row for some in batches(found) for row in rows_of(db, offered().where(meta.c.ckpt_no.in_(some)))]
-    return sorted(rows, key=lambda row: (-row.n_tokens, row.ckpt_no))[:at_most]
+    return sorted(_numbered(db, found), key=lambda row: (-row.n_tokens, row.ckpt_no))[:at_most]
+
+
+def _numbered(db: sa.Connection, ckpt_nos: Sequence[int]) -> list[Checkpoint]:
+    """The rows to offer of some numbers."""
+    found: list[Checkpoint] = []
+    for some in batches(ckpt_nos):
+        found += rows_of(db, _with_numbers(len(some)), {f"no_{i}": number for i, number in enumerate(some)})
+    return found
+
+
+@functools.cache
+def _with_numbers(n: int) -> sa.Select[Any]:
+    return OFFERED.where(meta.c.ckpt_no.in_([sa.bindparam(f"no_{i}", type_=sa.BigInteger) for i in range(n)]))
 
 
 @functools.cache
@@ -138,8 +154,12 @@ def newest(db: sa.Connection, digest: bytes, at_most: int) -> list[Checkpoint]:
     """The rows to offer of a fingerprint that were saved last, newest first: of its last 64 rows, so that many STALE ones cost
     nothing.
     """
-    columns = sa.select(meta.c.ckpt_no, meta.c.status).where(meta.c.fingerprint == digest)
-    last = db.execute(columns.order_by(meta.c.ckpt_no.desc()).limit(64))
-    numbers = [row.ckpt_no for row in last if row.status == ACTIVE][:at_most]
-    rows = [row for some in batches(numbers) for row in rows_of(db, offered().where(meta.c.ckpt_no.in_(some)))]
-    return sorted(rows, key=lambda row: -row.ckpt_no)
+    return rows_of(db, _newest(), {"fingerprint": digest, "at_most": at_most})
+
+
+@functools.cache
+def _newest() -> sa.Select[Any]:
+    last = sa.select(meta.c.ckpt_no).where(meta.c.fingerprint == sa.bindparam("fingerprint", type_=Digest))
+    few = last.order_by(meta.c.ckpt_no.desc()).limit(64).subquery("few")
+    query = OFFERED.join(few, few.c.ckpt_no == meta.c.ckpt_no)
+    return query.order_by(few.c.ckpt_no.desc()).limit(_AT_MOST)

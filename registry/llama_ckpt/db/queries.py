@@ -6,7 +6,6 @@ Only portable SQL: what is written here runs unchanged on every supported databa
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -31,6 +30,12 @@ ACTIVE, STALE = Status.ACTIVE.value, Status.STALE.value
 _BATCH = 500
 T = TypeVar("T")
 _COLUMNS = [c for c in meta.c if c.name != "active_key"]
+_NAMES = [c.name for c in _COLUMNS]
+_CLOCK = sa.select(now_us())
+_UNEXPIRED = sa.or_(meta.c.expires_us.is_(None), meta.c.expires_us > now_us())
+# An expression, so that no database takes the status's index and reads every ACTIVE row: another key is always better.
+MAY_BE_OFFERED = sa.and_(sa.func.coalesce(meta.c.status, STALE) == ACTIVE, _UNEXPIRED)
+OFFERED = sa.select(*_COLUMNS).where(MAY_BE_OFFERED)
 
 
 def batches(values: Sequence[T]) -> Iterator[list[T]]:
@@ -45,7 +50,7 @@ def batches(values: Sequence[T]) -> Iterator[list[T]]:
 
 def clock_us(db: sa.Connection) -> int:
     """The database's clock."""
-    return int(db.execute(sa.select(now_us())).scalar_one())
+    return int(db.execute(_CLOCK).scalar_one())
 
 
 def registry_id(db: sa.Connection) -> str:
@@ -106,8 +111,7 @@ def find_active(db: sa.Connection, digest: bytes, of_input: bytes) -> Checkpoint
 
 def find_by_input(db: sa.Connection, of_input: bytes) -> list[Checkpoint]:
     """The ACTIVE, unexpired rows of this input under any fingerprint; last used first, at most 500."""
-    query = offered().where(meta.c.input_hash == of_input)
-    return rows_of(db, query.order_by(meta.c.last_used_us.desc(), meta.c.ckpt_no.desc()).limit(_BATCH))
+    return rows_of(db, _FIND_BY_INPUT, {"input_hash": of_input})
 
 
 def by_number(db: sa.Connection, ckpt_no: int) -> Checkpoint | None:
@@ -115,23 +119,23 @@ def by_number(db: sa.Connection, ckpt_no: int) -> Checkpoint | None:
     return next(iter(rows_of(db, sa.select(*_COLUMNS).where(meta.c.ckpt_no == ckpt_no))), None)
 
 
-def offered() -> sa.Select[Any]:
-    """The statement for what may be offered: ACTIVE, unexpired rows."""
-    # An expression, so that no database takes the status's index and reads every ACTIVE row: another key is always better.
-    return sa.select(*_COLUMNS).where(sa.func.coalesce(meta.c.status, STALE) == ACTIVE, _unexpired())
-
-
 def rows_of(db: sa.Connection, query: sa.Select[Any], values: Mapping[str, object] | None = None) -> list[Checkpoint]:
-    """What a statement made of `offered` gives, for `values` of its parameters."""
+    """What a statement made of `OFFERED` gives, for `values` of its parameters."""
     return [_checkpoint(row) for row in db.execute(query, values)]
 
 
-def _unexpired() -> sa.ColumnElement[bool]:
-    return sa.or_(meta.c.expires_us.is_(None), meta.c.expires_us > now_us())
+def rows_or_none(db: sa.Connection, query: sa.Select[Any], values: Mapping[str, object]) -> list[Checkpoint | None]:
+    """As `rows_of`, of a statement with an outer join: None for a row of NULLs."""
+    return [None if row.ckpt_no is None else _checkpoint(row) for row in db.execute(query, values)]
 
 
-# Asked by every match and save: putting it together takes longer than the look-up.
-_FIND_ACTIVE = sa.select(*_COLUMNS).where(meta.c.active_key == sa.bindparam("active_key", type_=Digest), _unexpired())
+# Asked by matches and saves: putting them together takes longer than the look-up.
+_FIND_ACTIVE = sa.select(*_COLUMNS).where(meta.c.active_key == sa.bindparam("active_key", type_=Digest), _UNEXPIRED)
+_FIND_BY_INPUT = (
+    OFFERED.where(meta.c.input_hash == sa.bindparam("input_hash", type_=Digest))
+    .order_by(meta.c.last_used_us.desc(), meta.c.ckpt_no.desc())
+    .limit(_BATCH)
+)
 
 
 def expire_due(db: sa.Connection, digest: bytes, of_input: bytes) -> None:
@@ -248,46 +252,6 @@ def scan(db: sa.Connection, status: Status | None = None) -> Iterator[Checkpoint
         last = rows[-1].ckpt_no
 
 
-def lease(db: sa.Connection, row: Checkpoint, seconds: float) -> int | None:
-    """Claims an ACTIVE row for reading and gives the expiry by the database's clock; None when it is ACTIVE no more.
-
-    A row has one expiry for all its readers, the latest. It shields a reader between match and open; who has the file
-    open loses nothing by a delete, and whoever opens too late gets a miss.
-    """
-    # Readers tell their leases apart by the expiry, and SQLite's clock counts milliseconds.
-    until = clock_us(db) + int(seconds * 1_000_000) + secrets.randbelow(1000)
-    changed = db.execute(_LEASE, {"of_row": row.ckpt_no, "until_us": until})
-    return until if changed.rowcount == 1 else None
-
-
-def release(db: sa.Connection, row: Checkpoint, until: int) -> None:
-    """Gives a lease back, unless a later reader has put the expiry off."""
-    db.execute(_RELEASE, {"of_row": row.ckpt_no, "until_us": until})
-
-
-def record_hit(db: sa.Connection, row: Checkpoint) -> None:
-    """Counts one restore, which has read and checked every byte of the file."""
-    db.execute(_RECORD_HIT, {"of_row": row.ckpt_no})
-
-
-# What every restore writes: putting a statement together takes longer than SQLite takes to carry it out.
-_OF_ROW = meta.c.ckpt_no == sa.bindparam("of_row", type_=sa.BigInteger)
-_UNTIL = sa.bindparam("until_us", type_=sa.BigInteger)
-_LEASE = (
-    sa.update(meta)
-    .where(_OF_ROW, meta.c.status == ACTIVE)
-    .values(
-        lease_until_us=sa.case(
-            (sa.func.coalesce(meta.c.lease_until_us, 0) > _UNTIL, meta.c.lease_until_us), else_=_UNTIL
-        )
-    )
-)
-_RELEASE = sa.update(meta).where(_OF_ROW, meta.c.lease_until_us == _UNTIL).values(lease_until_us=None)
-_RECORD_HIT = (
-    sa.update(meta).where(_OF_ROW).values(hit_count=meta.c.hit_count + 1, last_used_us=now_us(), verified_us=now_us())
-)
-
-
 def record_verified(db: sa.Connection, row: Checkpoint) -> None:
     """Notes that every byte of a checkpoint's file was checked just now."""
     db.execute(sa.update(meta).where(meta.c.ckpt_no == row.ckpt_no).values(verified_us=now_us()))
@@ -396,7 +360,7 @@ def set_pinned(db: sa.Connection, checkpoint_id: str, pinned: bool) -> None:
 
 
 def _checkpoint(row: sa.Row[Any]) -> Checkpoint:
-    values = dict(zip(row._fields, row, strict=True))
+    values = dict(zip(_NAMES, row, strict=True))
     values["memory_kind"] = MemoryKind(values["memory_kind"])
     values["status"] = Status(values["status"])
     values["stale_reason"] = None if values["stale_reason"] is None else StaleReason(values["stale_reason"])

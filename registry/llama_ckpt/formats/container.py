@@ -56,6 +56,9 @@ class Header:
         return self.seq_len - self.start_token
 
 
+_FIELDS = tuple(field.name for field in fields(Header))  # asked for once: a match reads many headers
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
     """A file whose every byte was checked. `payload` is a view into the caller's buffer, never a copy."""
@@ -67,7 +70,7 @@ class Contents:
     payload: memoryview
 
 
-def crc32(data: bytes | memoryview, value: int = 0) -> int:
+def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
     """CRC-32 (IEEE 802.3, as in zlib), by isal."""
     return int(isal_zlib.crc32(data, value))
 
@@ -136,7 +139,7 @@ def unpack_header(view: memoryview, padding: int) -> Header:
         struct.error: fewer than 128 bytes after the padding.
     """
     _magic, *values = _LAYOUT.unpack_from(view, padding)
-    return Header(**dict(zip((field.name for field in fields(Header)), values, strict=True)))
+    return Header(**dict(zip(_FIELDS, values, strict=True)))
 
 
 def read_header(view: memoryview, name: str, size: int | None = None) -> tuple[Header, int]:
@@ -150,42 +153,35 @@ def read_header(view: memoryview, name: str, size: int | None = None) -> tuple[H
     if len(view) - padding < HEADER_SIZE:
         raise CorruptFile(path=name, check="Header", reason=f"the file ends inside the header, after {len(view)} bytes")
     header = unpack_header(view, padding)
-    _require(name, header.version == VERSION, f"version {header.version}, this reader knows {VERSION}")
+    if header.version != VERSION:
+        raise _corrupt(name, f"version {header.version}, this reader knows {VERSION}")
     raw = bytearray(view[padding : padding + HEADER_SIZE])
     raw[_HEADER_CRC_AT : _HEADER_CRC_AT + 4] = bytes(4)
-    actual = crc32(bytes(raw))
-    _require(
-        name,
-        actual == header.header_crc32,
-        f"CRC of the header is {actual:08x}, it says {header.header_crc32:08x}",
-    )
-    _check_counts(header, (len(view) if size is None else size) - padding, name)
+    if (actual := crc32(raw)) != header.header_crc32:
+        raise _corrupt(name, f"CRC of the header is {actual:08x}, it says {header.header_crc32:08x}")
+    if (wrong := _wrong_count(header, (len(view) if size is None else size) - padding)) is not None:
+        raise _corrupt(name, wrong)
     return header, padding
 
 
-def _check_counts(header: Header, size: int, name: str) -> None:
+def _wrong_count(header: Header, size: int) -> str | None:
+    """Which numbers of a header disagree with each other or with the size of the file; None: they agree."""
     ends = header.payload_offset + header.payload_size
     delta = bool(header.flags & FLAG_DELTA)
-    _require(name, not header.flags & ~(FLAG_DELTA | FLAG_SLICEABLE), f"unknown flags {header.flags:#x}")
-    _require(name, delta == (header.start_token > 0), f"delta flag {delta} with start_token {header.start_token}")
-    _require(
-        name,
-        header.seq_len > header.start_token,
-        f"seq_len {header.seq_len}, start_token {header.start_token}: no token",
-    )
-    _require(name, header.payload_size > 0, "the payload is empty")
-    _require(
-        name,
-        header.metadata_size <= MAX_METADATA,
-        f"metadata of {header.metadata_size} bytes, at most {MAX_METADATA}",
-    )
     head = HEADER_SIZE + header.metadata_size + 4 * header.n_file_tokens
-    _require(
-        name,
-        header.payload_offset == align_up(head),
-        f"payload at {header.payload_offset}, the head ends at {head}",
-    )
-    _require(name, ends == size, f"the file has {size} bytes, the header says {ends}")
+    if header.flags & ~(FLAG_DELTA | FLAG_SLICEABLE):
+        return f"unknown flags {header.flags:#x}"
+    if delta != (header.start_token > 0):
+        return f"delta flag {delta} with start_token {header.start_token}"
+    if header.seq_len <= header.start_token:
+        return f"seq_len {header.seq_len}, start_token {header.start_token}: no token"
+    if header.payload_size == 0:
+        return "the payload is empty"
+    if header.metadata_size > MAX_METADATA:
+        return f"metadata of {header.metadata_size} bytes, at most {MAX_METADATA}"
+    if header.payload_offset != align_up(head):
+        return f"payload at {header.payload_offset}, the head ends at {head}"
+    return f"the file has {size} bytes, the header says {ends}" if ends != size else None
 
 
 def read_contents(view: memoryview, header: Header, padding: int, name: str) -> Contents:
@@ -198,7 +194,8 @@ def read_contents(view: memoryview, header: Header, padding: int, name: str) -> 
     meta_at = padding + HEADER_SIZE
     payload_at = padding + header.payload_offset
     ids_end = meta_at + header.metadata_size + token_ids.nbytes
-    _require(name, not any(view[ids_end:payload_at]), "the filling before the payload is not zero", check="CRC32")
+    if any(view[ids_end:payload_at]):
+        raise _corrupt(name, "the filling before the payload is not zero", check="CRC32")
     payload = view[payload_at : payload_at + header.payload_size]
     _require_crc(name, "payload", header.payload_crc32, crc32(payload))
     return Contents(
@@ -229,24 +226,21 @@ def _metadata(view: memoryview, name: str) -> Mapping[str, Any]:
         metadata = json.loads(bytes(view))
     except (ValueError, RecursionError) as error:
         raise CorruptFile(path=name, check="Structure", reason=f"the metadata is no JSON: {error}") from error
-    _require(name, isinstance(metadata, dict), "the metadata is no JSON object", check="Structure")
-    return metadata  # type: ignore[no-any-return]
+    if not isinstance(metadata, dict):
+        raise _corrupt(name, "the metadata is no JSON object", check="Structure")
+    return metadata
 
 
 def pack_header(header: Header) -> bytes:
     """The 128 bytes of a header, with the CRCs that stand in it."""
-    return _LAYOUT.pack(MAGIC, *(getattr(header, field.name) for field in fields(header)))
+    return _LAYOUT.pack(MAGIC, *(getattr(header, name) for name in _FIELDS))
 
 
-def _require(name: str, holds: bool, reason: str, check: str = "Header") -> None:
-    if not holds:
-        raise CorruptFile(path=name, check=check, reason=reason)
+def _corrupt(name: str, reason: str, check: str = "Header") -> CorruptFile:
+    return CorruptFile(path=name, check=check, reason=reason)
 
 
 def _require_crc(name: str, what: str, stored: int, actual: int) -> None:
-    _require(
-        name,
-        stored == actual,
-        f"CRC-32 of the {what} is {actual:08x}, the header says {stored:08x}",
-        check="CRC32",
-    )
+    if stored != actual:
+        reason = f"CRC-32 of the {what} is {actual:08x}, the header says {stored:08x}"
+        raise _corrupt(name, reason, check="CRC32")
