@@ -37,7 +37,7 @@ from llama_ckpt.retention import Policy
 DAY_US = 86_400 * 1_000_000
 DEAD = "00000000-1-1"  # a temporary of a machine that is not this one
 ROOT = Path(__file__).parents[1]
-_ROUNDS = 10
+_MOST_ROUNDS = 10
 
 
 def file_bytes() -> bytes:
@@ -50,15 +50,17 @@ def is_collected(number: int) -> bool:
     return number % 20 == 0 or number % 10 in (1, 2)
 
 
+def relative_path(number: int) -> str:
+    """Every twentieth file is a temporary."""
+    relative = path_of(planting.id_of(number))
+    return relative.replace(".llam", f".{DEAD}.tmp") if number % 20 == 0 else relative
+
+
 def plant_files(root: Path, n_files: int) -> None:
-    """Every twentieth is a temporary."""
     whole = file_bytes()
     long_ago = time.time() - 2 * 86_400
     for number in range(n_files):
-        relative = path_of(planting.id_of(number))
-        if number % 20 == 0:
-            relative = relative.replace(".llam", f".{DEAD}.tmp")
-        path = root / relative
+        path = root / relative_path(number)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.write(whole if is_collected(number) else whole[:300])  # else a header that holds, and one block
@@ -109,20 +111,19 @@ def bare_read(registry: Registry) -> None:
             last = rows[-1].ckpt_no
 
 
-def plant_bare(folder: Path, n_files: int) -> list[str]:
-    """As many files as half of those that gc will delete, of the same size, in as many folders."""
+def plant_bare(folder: Path, n_files: int) -> set[str]:
+    """The same files as half of those that gc will delete; gives their paths in the folder."""
     whole = file_bytes()
-    numbers = [number for number in range(n_files) if is_collected(number)][::2]
-    paths = [folder / path_of(planting.id_of(number)) for number in numbers]
-    for path in paths:
+    relative = [relative_path(number) for number in range(n_files) if is_collected(number)][::2]
+    for path in (folder / name for name in relative):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(whole)
-    return [str(path) for path in paths]
+    return set(relative)
 
 
-def bare_unlinks(paths: list[str]) -> None:
+def bare_unlinks(folder: Path, paths: list[str]) -> None:
     for path in paths:
-        os.unlink(path)
+        os.unlink(f"{folder}/{path}")
 
 
 def check_seconds(folder: Path, n: int) -> float:
@@ -151,35 +152,35 @@ def _of_store(kind: str, n_rows: int, n_files: int, folder: Path) -> Case:
     with databases.database_url(kind) as url, Registry.open(url, folder / "store", upgrade=True) as registry:
         registry.save(engine, "the first brings the model")
         plant_files(registry.store.root, n_files)
-        bare = plant_bare(folder / "bare", n_files)
+        half = plant_bare(folder / "bare", n_files)
         plant_rows(registry, engine, n_rows, n_files)
         os.sync()  # the first to unlink a file that is not on the disk yet would have the less to do
-        _measure(case, registry, bare)
+        _measure(case, registry, folder / "bare", half)
     case.add("diskcache.Cache.check", check_seconds(folder / "diskcache", n_files))
     return case
 
 
-def _measure(case: Case, registry: Registry, bare: list[str]) -> None:
+def _measure(case: Case, registry: Registry, bare: Path, half: set[str]) -> None:
     collector = Collector(registry.parts)
     plans: list[GcPlan] = []
     case.add("bare walk", timed(lambda: bare_walk(registry.store.root)))
     case.add("bare read of rows", timed(lambda: bare_read(registry)))
     peak = peak_above_idle(lambda: case.add("plan", timed(lambda: plans.append(collector.plan(at_once=True)))))
     plan = plans[0]
-    # Rows whose file is gone are marked, not deleted. Of the rest every second item goes alone, the others beside a process that
-    # saves.
+    # Rows whose file is gone are marked, not deleted. Of the rest one half goes alone, the other beside a process that saves.
     missing = [item for item in plan.items if item.kind is GcKind.MISSING]
-    files = [item for item in plan.items if item.kind is not GcKind.MISSING]
+    mine = [item for item in plan.items if item.path in half]
+    others = [item for item in plan.items if item.kind is not GcKind.MISSING and item.path not in half]
     case.add("mark missing", timed(lambda: collector.run(replace(plan, items=tuple(missing)))))
-    other_half = replace(plan, items=tuple(files[1::2]))
-    mine = files[::2]
-    assert len(mine) == len(bare)
-    for i in range(_ROUNDS):  # some of each in turn: how long an unlink takes changes with what the disk does just then
-        case.add("bare unlink", timed(lambda: bare_unlinks(bare[i::_ROUNDS])))  # noqa: B023
-        case.add("run", timed(lambda: collector.run(replace(plan, items=tuple(mine[i::_ROUNDS])))))  # noqa: B023
+    assert len(mine) == len(half)
+    # Some of each in turn: how long an unlink takes changes with what the disk does just then.
+    rounds = max(1, min(_MOST_ROUNDS, len(mine) // 1000))
+    for i in range(rounds):
+        case.add("bare unlink", timed(lambda: bare_unlinks(bare, [item.path for item in mine[i::rounds]])))  # noqa: B023
+        case.add("run", timed(lambda: collector.run(replace(plan, items=tuple(mine[i::rounds])))))  # noqa: B023
     url, store = registry.database.url.render_as_string(hide_password=False), registry.store.root
     alone = saves_during(url, store, lambda: time.sleep(1))
-    beside = saves_during(url, store, lambda: collector.run(other_half))
+    beside = saves_during(url, store, lambda: collector.run(replace(plan, items=tuple(others))))
     prune = Policy(max_count=max(1, registry.stats().n_active * 99 // 100))
     verdicts = []
     case.add("plan prune", timed(lambda: verdicts.extend(collector.plan_prune(prune))))
@@ -188,11 +189,12 @@ def _measure(case: Case, registry: Registry, bare: list[str]) -> None:
     case.facts |= {
         "items": len(plan.items),
         "bytes of a file to collect": len(file_bytes()),
-        "run: us a file": sum(case.samples["run"]) / len(bare) * 1e6,
+        "run: us a file": sum(case.samples["run"]) / len(mine) * 1e6,
         "plan : walk and read": case.median("plan") / (case.median("bare walk") + case.median("bare read of rows")),
         "run : bare unlink": case.ratio("run", "bare unlink"),
         "save alone, ms": alone * 1000,
         "save beside gc, ms": beside * 1000,
+        "a save waits longer beside gc, ms": (beside - alone) * 1000,
         "rows marked per second": len(verdicts) / marking,
     }
     if peak is not None:

@@ -11,8 +11,10 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 from llama_ckpt import explaining, retention
@@ -33,7 +35,12 @@ _LEASE = "gc"
 _LEASE_S = 300.0
 _FIRST_BATCH = 100
 _MOST = 2000
-_HOLDS_S = 0.02  # about as long as a transaction may hold up savers on SQLite, which has one writer at a time
+# About as long as a transaction may hold up others: on SQLite, which has one writer at a time, every save; on a server whoever
+# wants one of its very rows.
+_HOLDS_S = {"sqlite": 0.02}
+_HOLDS_ROWS_S = 0.25
+# An unlink waits for the disk or the server much longer than it computes.
+_UNLINKS_AT_ONCE = 8
 
 T = TypeVar("T")
 
@@ -65,10 +72,10 @@ class _Progress:
 
 
 class _Pace:
-    """Cuts work into batches of which each transaction takes about `_HOLDS_S`."""
+    """Cuts work into batches of which each transaction takes about as long as it may on this database."""
 
-    def __init__(self) -> None:
-        self._size = _FIRST_BATCH
+    def __init__(self, dialect: str) -> None:
+        self._size, self._holds_s = _FIRST_BATCH, _HOLDS_S.get(dialect, _HOLDS_ROWS_S)
 
     def batches(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
         at = 0
@@ -82,9 +89,9 @@ class _Pace:
         started = time.monotonic()
         yield
         took_s = time.monotonic() - started
-        if took_s < _HOLDS_S / 2:
+        if took_s < self._holds_s / 2:
             self._size = min(self._size * 2, _MOST)
-        elif took_s > _HOLDS_S:
+        elif took_s > self._holds_s:
             self._size = max(self._size // 2, _FIRST_BATCH)
 
 
@@ -135,7 +142,7 @@ class Collector:
             DatabaseUnavailable: the database failed; what was committed stays marked.
         """
         marked: list[Verdict] = []
-        pace = _Pace()
+        pace = _Pace(self._database.dialect)
         with self.only_run() as fence:
             run_no = self._start("prune")
             try:
@@ -207,8 +214,8 @@ class Collector:
             Busy: another run is under way, or took over.
             DatabaseUnavailable: the database failed; files of rows that were deleted are collected by the next run.
         """
-        progress, pace, started = _Progress(), _Pace(), time.monotonic()
-        with self.only_run() as fence:
+        progress, pace, started = _Progress(), _Pace(self._database.dialect), time.monotonic()
+        with self.only_run() as fence, ThreadPoolExecutor(_UNLINKS_AT_ONCE) as pool:
             self._store.claim(self._parts.registry_id)  # an unmarked store gets here by force only, or empty
             run_no = self._start("gc")
             try:
@@ -218,7 +225,7 @@ class Collector:
                     with pace.timed():
                         results = self._take_rows(run_no, fence, batch, progress)
                     self._parts.hook("rows deleted")
-                    progress.add([self._finish(item, result) for item, result in results])
+                    progress.add(self._finish_all(pool, results))
                 self._remember(plan, progress)
             finally:
                 self._end(run_no, progress)
@@ -256,6 +263,12 @@ class Collector:
         """Writes what was done and not yet recorded. What it says of is gone: its claim ends."""
         coordination.add_run_items(db, run_no, progress.n_recorded, progress.done[progress.n_recorded :])
         coordination.drop_claim(db, progress.claim, self._holder)
+
+    def _finish_all(self, pool: Executor, results: Sequence[tuple[GcItem, str]]) -> list[tuple[GcItem, str, int]]:
+        """What became of each, in the same order."""
+        size = -(-len(results) // _UNLINKS_AT_ONCE)
+        shares = [results[at : at + size] for at in range(0, len(results), size)]
+        return list(chain.from_iterable(pool.map(lambda share: [self._finish(*one) for one in share], shares)))
 
     def _finish(self, item: GcItem, result: str) -> tuple[GcItem, str, int]:
         """Unlinks the file where it may go; gives what happened and the bytes freed."""
