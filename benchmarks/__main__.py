@@ -22,7 +22,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"wrote {path.relative_to(ROOT)}")
         return 0
     if chosen.command == "run":
-        results = measure(chosen.only or QUESTIONS, FULL if chosen.full else QUICK, chosen.results, chosen.folder)
+        sizes = FULL if chosen.full else QUICK
+        results = measure(chosen.only or QUESTIONS, sizes, chosen.results, chosen.folder, keep=chosen.keep)
         print(report.as_text(results), end="")
     return check(chosen.results) if chosen.check or chosen.command == "check" else 0
 
@@ -39,6 +40,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("command", nargs="?", default="run", choices=["run", "report", "check"], help="default: run")
     parser.add_argument("--only", nargs="+", choices=QUESTIONS, metavar="QUESTION", help=f"of: {', '.join(QUESTIONS)}")
+    parser.add_argument("--keep", action="store_true", help="what the results file has of other questions stays")
     parser.add_argument("--full", action="store_true", help="all sizes; without it a set that ends within ten minutes")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a figure falls short of its bar")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: build/benchmarks.json")

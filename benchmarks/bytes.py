@@ -15,6 +15,8 @@ import numpy as np
 from benchmarks import ways
 from benchmarks.measuring import Case, timed
 from benchmarks.sizes import Sizes
+from benchmarks.synthetic import TokenEngine
+from llama_ckpt.engine import Engine
 from llama_ckpt.engine.llamacpp import LlamaCppEngine
 from llama_ckpt.fingerprint import TokenIds
 from llama_ckpt.registry import Registry
@@ -23,20 +25,30 @@ OURS, PREFILL = "llama-ckpt, first time", "prefill"
 
 
 def run(sizes: Sizes, folder: Path) -> list[Case]:
-    """One case. What the other ways keep is measured on the first prompts and told per prompt: each keeps every prompt whole."""
-    engine, n = ways.engine_for(sizes.prompt_tokens), sizes.prompts
-    prompts = prompts_of(engine, n, sizes.prompt_tokens)
+    """A case with the model, and one with more prompts of an engine that holds recorded rows: what is stored and what must be
+    evaluated is the same. What the other ways keep is measured on the first prompts and told per prompt: each keeps every
+    prompt whole.
+    """
+    engine = ways.engine_for(sizes.prompt_tokens)
+    prompts = prompts_of(ways.ids_of(engine, sizes.prompt_tokens), sizes.prompts)
+    case = _of_pipeline("SmolLM2-135M", engine, prompts, folder / "store")
+    _others(case, engine, prompts[: sizes.cached_prompts], folder)
+    if not sizes.recorded_prompts:
+        return [case]
+    prompts = prompts_of(ways.ids_of(engine, sizes.prompt_tokens), sizes.recorded_prompts)
+    return [case, _of_pipeline("recorded rows", TokenEngine(n_ctx=sizes.prompt_tokens), prompts, folder / "recorded")]
+
+
+def _of_pipeline(model: str, engine: Engine, prompts: list[TokenIds], store: Path) -> Case:
+    n, n_tokens = len(prompts), len(prompts[0])
     case = Case(
         question="bytes",
-        name=f"{n:,} prompts of {sizes.prompt_tokens:,} tokens, three quarters shared",
-        parameters={"prompts": n, "tokens": sizes.prompt_tokens},
+        name=f"{n:,} prompts of {n_tokens:,} tokens, three quarters shared, {model}",
+        parameters={"prompts": n, "tokens": n_tokens, "model": model},
     )
-    with Registry.open(store=folder / "store") as registry:
-        evaluated, again = 0, 0
-        for ids in prompts:
-            evaluated += _warm(case, OURS, registry, engine, ids)
-        for ids in prompts:
-            again += _warm(case, "llama-ckpt, again", registry, engine, ids)
+    with Registry.open(store=store) as registry:
+        evaluated = sum(_warm(case, OURS, registry, engine, ids) for ids in prompts)
+        again = sum(_warm(case, "llama-ckpt, again", registry, engine, ids) for ids in prompts)
         stored = _bytes_below(registry.store.root)
         files = sum(entry.kind == "checkpoint" for entry in registry.store.walk())
         rows = len(registry.list())
@@ -51,14 +63,12 @@ def run(sizes: Sizes, folder: Path) -> list[Case]:
         "files": files,
         "rows": rows,
     }
-    _others(case, engine, prompts[: sizes.cached_prompts], folder)
-    return [case]
+    return case
 
 
-def prompts_of(engine: LlamaCppEngine, n: int, n_tokens: int) -> list[TokenIds]:
-    """Prompts that share the first three quarters and part at the token after."""
-    n_shared = n_tokens * 3 // 4
-    ids = ways.ids_of(engine, n_tokens)
+def prompts_of(ids: TokenIds, n: int) -> list[TokenIds]:
+    """Prompts that share the first three quarters of `ids` and part at the token after."""
+    n_shared = len(ids) * 3 // 4
     made = []
     for number in range(n):
         own = np.roll(ids[n_shared:], number)
@@ -80,7 +90,7 @@ def _common(a: TokenIds, b: TokenIds) -> int:
     return int(differ[0]) if differ.size else n
 
 
-def _warm(case: Case, way: str, registry: Registry, engine: LlamaCppEngine, ids: TokenIds) -> int:
+def _warm(case: Case, way: str, registry: Registry, engine: Engine, ids: TokenIds) -> int:
     """Takes the time; gives the tokens that were evaluated."""
     result = registry.warm(engine, ids)
     assert result.problem is None, result.problem

@@ -125,11 +125,20 @@ def _on_what(results: Results) -> str:
     memory = f"{int(on['memory_bytes']) / (1 << 30):.0f} GiB"
     return (
         f"{on['cores']} cores of {on['processor']}, {memory}, {on['kernel']}, {on['file_system']}; SmolLM2-135M (Q4_1, f16 KV); "
-        f"{packages}. Measured {results.measured_at[:10]}, the {results.sizes} set in {results.seconds:.0f} s."
+        f"{packages}. Measured {results.measured_at[:10]} in {results.seconds:.0f} s: {_sets(results.sizes)}."
     )
 
 
-HOW = """To repeat it: `make bench` (ten minutes on two cores) or `make bench FULL=1` (all sizes, some hours), then
+def _sets(sizes: dict[str, str]) -> str:
+    """Which set was asked of which questions."""
+    names = sorted(set(sizes.values()))
+    if len(names) == 1:
+        return f"the {names[0]} set"
+    return "; ".join(f"the {name} set of {', '.join(q for q in sizes if sizes[q] == name)}" for name in names)
+
+
+HOW = """To repeat it: `make bench` (ten minutes on two cores) or `make bench FULL=1` (all sizes, some hours; or a question of
+yours, beside what the quick set found of the others: `python -m benchmarks --only find --full --keep`), then
 `python -m benchmarks report`, which wrote this text, its plots and the README's table from the samples in
 [benchmarks/results.json](benchmarks/results.json).
 `make bench CHECK=1` fails where a bar is missed; the bars are in [benchmarks/bars.toml](../benchmarks/bars.toml).

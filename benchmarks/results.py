@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,14 @@ from benchmarks.measuring import Case
 from benchmarks.sizes import Sizes
 
 QUESTIONS = ("restore", "save", "find", "bytes", "processes", "collect", "scenario", "startup")
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What one run found."""
+    """What was found. `sizes` has the name of the set that each question was asked in, `seconds` what all of it took."""
 
-    sizes: str
+    sizes: dict[str, str]
     measured_at: str
     seconds: float
     machine: dict[str, Any]
@@ -58,20 +58,40 @@ class Results:
         return cls(**{**value, "cases": [Case(**case) for case in value["cases"]]})
 
 
-def measure(questions: Sequence[str], sizes: Sizes, file: Path, folder: Path | None = None) -> Results:
+def measure(
+    questions: Sequence[str], sizes: Sizes, file: Path, folder: Path | None = None, *, keep: bool = False
+) -> Results:
     """Asks the questions one after the other, each in a folder of its own that is gone afterwards; `folder` is where those are
-    made. Results are written to `file` after each: a run that is interrupted leaves what it measured. Says on stderr where it is.
+    made. Results are written to `file` after each: a run that is interrupted leaves what it measured. With `keep` what `file`
+    has of other questions stays. Says on stderr where it is.
+
+    Raises:
+        ValueError: what is to be kept was measured on another machine or other versions.
     """
     started, now = time.perf_counter(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    cases: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="llama-ckpt-bench-", dir=folder) as top:
         about: dict[str, Any] = {"machine": machine(Path(top)), "versions": {**versions(), **server_version()}}
+        kept = _kept(file, questions, about) if keep else None
+        cases, asked = (kept.cases, kept.sizes) if kept else ([], {})
         for question in questions:
             before = time.perf_counter()
             with tempfile.TemporaryDirectory(dir=top) as own:
                 cases += importlib.import_module(f"benchmarks.{question}").run(sizes, Path(own))
             sys.stderr.write(f"{question}: {time.perf_counter() - before:.0f} s\n")
-            seconds = round(time.perf_counter() - started, 1)
-            results = Results(sizes=sizes.name, measured_at=now, seconds=seconds, cases=cases, **about)
+            asked[question] = sizes.name
+            seconds = round(time.perf_counter() - started + (kept.seconds if kept else 0), 1)
+            results = Results(sizes=asked, measured_at=now, seconds=seconds, cases=cases, **about)
             results.write(file)
     return results
+
+
+def _kept(file: Path, questions: Sequence[str], about: dict[str, Any]) -> Results:
+    """What a file has of other questions."""
+    before = Results.read(file)
+    if {"machine": before.machine, "versions": before.versions} != about:
+        raise ValueError(f"{file} was measured on another machine or other versions: measure all of it again")
+    return replace(
+        before,
+        cases=[case for case in before.cases if case.question not in questions],
+        sizes={question: name for question, name in before.sizes.items() if question not in questions},
+    )

@@ -9,13 +9,13 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support import samples
-from support.sample_engine import SampleEngine
+from support.sample_engine import SampleEngine, TokenEngine
 from support.whole import checkpoint_bytes
 
 from llama_ckpt.engine import Progress, no_progress
 from llama_ckpt.fingerprint import TokenIds
 
-__all__ = ["SampleEngine", "SyntheticEngine", "checkpoint_bytes", "ids_number"]
+__all__ = ["SampleEngine", "SyntheticEngine", "TokenEngine", "checkpoint_bytes", "ids_number"]
 
 
 def ids_number(number: int, n_tokens: int = 3) -> TokenIds:

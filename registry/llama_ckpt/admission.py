@@ -215,5 +215,5 @@ def _as_candidate(new: NewCheckpoint, now_us: int) -> Candidate:
         lease_until_us=None,
         pinned=0,
         parent_no=new.parent_no,
-        extends_no=new.extends_no,
+        extends_no=None,
     )

@@ -11,10 +11,8 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, TypeVar
 
 from llama_ckpt import explaining, retention
@@ -24,6 +22,7 @@ from llama_ckpt.gc_values import Disk, GcItem, GcKind, GcPlan, GcReport, GcRun, 
 from llama_ckpt.parts import Parts
 from llama_ckpt.planning import Planner
 from llama_ckpt.retention import Policy
+from llama_ckpt.threads import at_once
 from llama_ckpt.values import Checkpoint, StaleReason
 from llama_ckpt.walking import QUARANTINE
 
@@ -215,7 +214,7 @@ class Collector:
             DatabaseUnavailable: the database failed; files of rows that were deleted are collected by the next run.
         """
         progress, pace, started = _Progress(), _Pace(self._database.dialect), time.monotonic()
-        with self.only_run() as fence, ThreadPoolExecutor(_UNLINKS_AT_ONCE) as pool:
+        with self.only_run() as fence:
             self._store.claim(self._parts.registry_id)  # an unmarked store gets here by force only, or empty
             run_no = self._start("gc")
             try:
@@ -225,7 +224,7 @@ class Collector:
                     with pace.timed():
                         results = self._take_rows(run_no, fence, batch, progress)
                     self._parts.hook("rows deleted")
-                    progress.add(self._finish_all(pool, results))
+                    self._finish_all(results, progress)
                 self._remember(plan, progress)
             finally:
                 self._end(run_no, progress)
@@ -264,14 +263,17 @@ class Collector:
         coordination.add_run_items(db, run_no, progress.n_recorded, progress.done[progress.n_recorded :])
         coordination.drop_claim(db, progress.claim, self._holder)
 
-    def _finish_all(self, pool: Executor, results: Sequence[tuple[GcItem, str]]) -> list[tuple[GcItem, str, int]]:
-        """What became of each, in the same order."""
-        size = -(-len(results) // _UNLINKS_AT_ONCE)
-        shares = [results[at : at + size] for at in range(0, len(results), size)]
-        return list(chain.from_iterable(pool.map(lambda share: [self._finish(*one) for one in share], shares)))
+    def _finish_all(self, results: Sequence[tuple[GcItem, str]], progress: _Progress) -> None:
+        """Finishes the items of a batch. Interrupted, `progress` has what was done."""
+        done: dict[int, tuple[GcItem, str, int]] = {}
+        try:
+            at_once(self._finish, results, _UNLINKS_AT_ONCE, done)
+        finally:
+            progress.add([done[at] for at in sorted(done)])
 
-    def _finish(self, item: GcItem, result: str) -> tuple[GcItem, str, int]:
+    def _finish(self, decided: tuple[GcItem, str]) -> tuple[GcItem, str, int]:
         """Unlinks the file where it may go; gives what happened and the bytes freed."""
+        item, result = decided
         if result != "file":
             return item, result, 0
         try:

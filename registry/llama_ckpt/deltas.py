@@ -31,6 +31,7 @@ from llama_ckpt.values import Checkpoint, MemoryKind, Outcome, Status
 
 log = logging.getLogger("llama_ckpt")
 
+_MOST_TURNS = 64  # that are looked back for what an input goes on from: each is a look-up
 MIN_SHARE = 0.25  # of its tokens; a delta that spares less is written full, and restores without a second file
 
 
@@ -95,12 +96,18 @@ def _on(parts: Parts, row: Checkpoint, n_shared: int, place: Place) -> Place:
 
 
 def _extended(parts: Parts, row: Checkpoint, n_tokens: int) -> int | None:
-    """The number of the longest ACTIVE checkpoint whose tokens are the first ones, at most `n_tokens`, of `row`."""
-    extended: Checkpoint | None = row
-    while extended is not None and (extended.n_tokens > n_tokens or extended.status is not Status.ACTIVE):
-        number = extended.extends_no
-        extended = None if number is None else parts.database.query(partial(queries.by_number, ckpt_no=number))
-    return None if extended is None else extended.ckpt_no
+    """The number of the longest ACTIVE checkpoint whose tokens are the first ones, at most `n_tokens`, of `row`; None also where
+    that lies many turns back.
+    """
+    for _ in range(_MOST_TURNS):
+        if row.n_tokens <= n_tokens and row.status is Status.ACTIVE:
+            return row.ckpt_no
+        number = row.extends_no
+        shorter = None if number is None else parts.database.query(partial(queries.by_number, ckpt_no=number))
+        if shorter is None:
+            return None
+        row = shorter
+    return None
 
 
 def _n_equal(parts: Parts, engine: HeldState, row: Checkpoint, shared: TokenIds, state: memoryview) -> int:

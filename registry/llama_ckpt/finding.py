@@ -37,6 +37,7 @@ log = logging.getLogger("llama_ckpt")
 MOST_HEADS = 16  # whose token ids are compared for one model
 MOST_MODELS = 16
 _WIDE = 16  # points of a chain in one statement: as quick as one by one on SQLite, and fewer round trips elsewhere
+_MOST_SHARING = 256  # that are looked over where some of the first have expired
 _GUESS = 4096  # bytes of a file before its token ids, seldom more
 
 Unreadable = CorruptFile | FileMissing | UnsafePath
@@ -200,6 +201,9 @@ class _Search:
         start, end = depth * size, (depth + 1) * size
         if start:
             rows, are_all = prefixes.sharing(db, before, MOST_HEADS)
+            if len(rows) < MOST_HEADS and not are_all:  # some have expired, and stand before others
+                rows, are_all = prefixes.sharing(db, before, _MOST_SHARING)
+                rows, are_all = rows[:MOST_HEADS], are_all and len(rows) <= MOST_HEADS
             if are_all or (rows and rows[-1].n_tokens >= end):
                 return rows  # what ends inside the next block is among them
         else:

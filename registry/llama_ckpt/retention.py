@@ -259,13 +259,16 @@ def _over(found: Ruling, groups: Numbers | None, amounts: Numbers, limit: int) -
 
 
 def superseded(table: Columns, living: Mask) -> Mask:
-    """Rows from which exactly one living row goes on, which has no expiry of its own, and that only such deltas need: whatever
-    they serve the longer one serves, cut. What several go on from is a root that they share, and stays as worthy as its use
-    makes it. Only full attention memory can be cut, and a save notes what it goes on from only there.
+    """Rows from which exactly one living row goes on, that has no expiry of its own, is under the same limits (model, label),
+    and that only such deltas need: whatever serves by token ids is served by the longer one, cut. What several go on from is a
+    root that they share, and stays as worthy as its use makes it; as far as the saves noted it, of rows that are still there.
+    Only full attention memory can be cut, and a save notes what it goes on from only there.
     """
     longer, shorter = table.extensions
+    takes_over = living & table.lasting
+    alike = (table.model_no[longer] == table.model_no[shorter]) & (table.label_no[longer] == table.label_no[shorter])
     n_living = np.bincount(shorter[living[longer]], minlength=len(table))
-    n_lasting = np.bincount(shorter[(living & table.lasting)[longer]], minlength=len(table))
+    n_lasting = np.bincount(shorter[takes_over[longer] & alike], minlength=len(table))
     found: Mask = living & (n_living == 1) & (n_lasting == 1)
     for child, parent in reversed(table.parents):
         if living[child] and not found[child]:
@@ -275,10 +278,13 @@ def superseded(table: Columns, living: Mask) -> Mask:
 
 def first_to_go(table: Columns, policy: Policy, now_us: int, early: Mask) -> Numbers:
     """Places of all rows, in the order in which they would go: first the `early` ones, shortest first, since each is superseded
-    by the next longer one. A delta comes before its parent: a parent is worth at least what its most valuable delta is worth,
-    which is lost with it.
+    by the next longer one, which is worth at least what they were. A delta comes before its parent: a parent is worth at least
+    what its most valuable delta is worth, which is lost with it.
     """
     key, used = keys(table, policy, now_us), table.last_used_us.astype(np.float64)
+    longer, shorter = (side[np.argsort(table.n_tokens[table.extensions[1]])] for side in table.extensions)
+    for over, under in zip(longer[early[shorter]].tolist(), shorter[early[shorter]].tolist(), strict=True):
+        key[over], used[over] = max(key[over], key[under]), max(used[over], used[under])
     key = np.where(early, table.n_tokens, key)
     for child, parent in reversed(table.parents):
         if early[child] == early[parent]:

@@ -38,6 +38,10 @@ $$;
 -- Adds an ACTIVE row. If one is ACTIVE for this fingerprint and input, it is made STALE ('superseded') with all deltas that
 -- need it, and its id comes back in p_replaced_id. The file must be whole and in its place before.
 -- The caller adds the rows of checkpoint_prefix and commits; when this raises, nothing of it is kept.
+-- The function of earlier schemas, with fewer parameters, would stand beside this one: then no call is clear.
+DROP FUNCTION IF EXISTS llama_save_checkpoint(
+  text, text, bytea, bytea, bytea, integer, text, text, bigint, bigint, bigint, double precision, text, integer, bigint
+);
 CREATE OR REPLACE FUNCTION llama_save_checkpoint(
   p_id            text,
   p_model_name    text,

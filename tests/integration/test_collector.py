@@ -392,6 +392,24 @@ def test_a_run_that_is_cut_short_records_what_it_did(registry, engine, left_in_s
     left_in_store.add("orphan")
 
 
+def test_a_run_that_is_interrupted_between_two_files_records_those_that_went(registry, engine, left_in_store):
+    for i in range(60):
+        plant(registry, path_of(f"{i:032x}"))
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    collector = hooked(registry, file_deleted=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        collector.run(collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id))
+    n_left = len(list(registry.store.root.rglob("*.llam")))
+    assert 0 < n_left < 60
+    assert (
+        collector.runs()[0].n_items == 60 - n_left - 1
+    )  # the one at which it was interrupted is a file less, and no item
+    left_in_store.add("orphan")
+
+
 def test_a_store_that_is_not_mounted_is_no_reason_to_forget_every_row(registry, engine, saved, collector, tmp_path):
     registry.store.root.rename(tmp_path / "unmounted")
     registry.store.root.mkdir()

@@ -425,6 +425,15 @@ def test_an_end_is_found_behind_many_shorter_ones_though_some_of_them_have_expir
     assert find(*run(10, 99)) == (inside.id, 10)
 
 
+def test_a_longer_one_is_found_behind_so_many_that_have_expired_that_they_fill_what_is_looked_over_first(
+    registry, save, find
+):
+    for i in range(finding.MOST_HEADS):
+        set_row(registry, save(*run(8, 60 + i)), expires_us=1)
+    longer = save(*run(11, 90, 91))
+    assert find(*run(11, 99)) == (longer.id, 11)
+
+
 def test_no_payload_is_read_or_mapped(registry, engine, save, monkeypatch):
     row = save(*run(40))
     damage(registry, row, at=-1)

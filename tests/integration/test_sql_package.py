@@ -254,6 +254,23 @@ def test_a_delta_of_a_parent_that_is_not_active_is_refused(database):
             save(db, new("one", start_token=256, parent_no=parent_no))
 
 
+def test_the_functions_of_an_earlier_schema_are_replaced_and_every_call_stays_clear(database):
+    earlier = (
+        "text, text, bytea, bytea, bytea, integer, text, text, bigint, bigint, bigint, float8, text, integer, bigint"
+    )
+    with database.write() as db:
+        db.exec_driver_sql(
+            f"CREATE FUNCTION llama_save_checkpoint({earlier}) RETURNS integer LANGUAGE sql AS 'SELECT 1'"
+        )
+    run_script(database, "llama_checkpoint_pkg.sql")
+    row = new()
+    names = [name for name in NewCheckpoint.__dataclass_fields__ if not name.startswith("extend")]
+    arguments = ", ".join(f"p_{name} => :{name}" for name in names)
+    values = {name: getattr(row, name) for name in names} | {"memory_kind": "full"}
+    with database.write() as db:
+        assert db.execute(sa.text(f"SELECT p_ckpt_no FROM llama_save_checkpoint({arguments})"), values).scalar_one()
+
+
 def test_a_row_between_two_others_is_what_the_longer_one_goes_on_from(database):
     first, longer = plant(database, "first"), plant(database, "longer")
     with database.write() as db:

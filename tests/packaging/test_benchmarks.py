@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def no_server(monkeypatch):
 
 def results_with(*cases: Case) -> Results:
     return Results(
-        sizes="tiny",
+        sizes={case.question: "tiny" for case in cases},
         measured_at="2026-01-02T03:04:05+00:00",
         seconds=1.5,
         machine={
@@ -89,6 +90,22 @@ def test_a_run_that_ends_early_leaves_what_it_measured(tmp_path, no_server, monk
         measure(["find", "collect"], TINY, tmp_path / "results.json", tmp_path)
     assert {case.question for case in Results.read(tmp_path / "results.json").cases} == {"find"}
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_a_question_that_is_asked_again_leaves_what_others_found(tmp_path, no_server):
+    file = tmp_path / "results.json"
+    first = measure(["find", "collect"], TINY, file, tmp_path)
+    again = measure(["collect"], replace(TINY, name="larger", collect=((80, 40),)), file, tmp_path, keep=True)
+    assert Results.read(file) == again
+    assert again.of("find") == first.of("find")
+    assert [case.parameters["rows"] for case in again.of("collect")] == [80]
+    assert again.sizes == {"find": "tiny", "collect": "larger"}
+    assert "the larger set of collect; the tiny set of find" in report.as_text(again)
+    other = replace(again, machine={**again.machine, "cores": 99})
+    other.write(file)
+    with pytest.raises(ValueError, match="another machine"):
+        measure(["collect"], TINY, file, tmp_path, keep=True)
+    assert Results.read(file) == other
 
 
 def test_restore_and_save_of_a_real_model_measure_every_way_people_have(tmp_path):

@@ -234,6 +234,21 @@ def test_a_chain_of_deltas_that_a_full_checkpoint_goes_on_from_goes_as_one_leave
     assert condemned(rows, max_count=4) == [delta.ckpt_no, useless.ckpt_no]
 
 
+@pytest.mark.parametrize("order", [Order.VALUE, Order.LRU, Order.LFU])
+def test_what_a_prefix_was_worth_passes_to_the_longer_checkpoint_that_takes_over(order):
+    hot = row(age_s=500, idle_s=1, hit_count=20)
+    longer = row(age_s=400, idle_s=400, n_tokens=200, extends_no=hot.ckpt_no)
+    cool, newest = row(age_s=300, idle_s=200, hit_count=2), row(age_s=0)
+    assert condemned([hot, longer, cool, newest], max_count=2, order=order) == [hot.ckpt_no, cool.ckpt_no]
+
+
+def test_a_longer_checkpoint_under_another_limit_takes_nothing_over():
+    mine = row(age_s=500, label="mine", hit_count=20)
+    theirs = row(age_s=400, label="theirs", n_tokens=200, extends_no=mine.ckpt_no)
+    rows = [mine, theirs, row(age_s=300, label="mine"), row(age_s=0, label="theirs")]
+    assert condemned(rows, max_count_per_label=1) == [theirs.ckpt_no, rows[2].ckpt_no]
+
+
 def test_explain_and_the_rule_say_that_a_longer_checkpoint_takes_over():
     root, longer, newest = nested(2)
     rule = "over max_count of 2: a longer checkpoint begins with all of it"

@@ -187,7 +187,10 @@ def insert_checkpoint(db: sa.Connection, new: NewCheckpoint) -> Checkpoint:
     row = _checkpoint(db.execute(sa.select(*_COLUMNS).where(meta.c.id == new.id)).one())
     if new.extended_by_no is not None:
         longer = [meta.c.ckpt_no == new.extended_by_no, sa.func.coalesce(meta.c.extends_no, 0) == (new.extends_no or 0)]
-        db.execute(sa.update(meta).where(*longer).values(extends_no=row.ckpt_no))
+        # Who holds that row may want one of ours: it is passed over then, and only prune knows less.
+        free = db.scalar(sa.select(meta.c.ckpt_no).where(*longer).with_for_update(skip_locked=True))
+        if free is not None:
+            db.execute(sa.update(meta).where(meta.c.ckpt_no == free).values(extends_no=row.ckpt_no))
     return row
 
 
