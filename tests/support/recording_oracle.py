@@ -354,7 +354,7 @@ def _to_sqlite(sql: str) -> str:
     """The six things that the product's SQL on Oracle says otherwise than SQLite does."""
     sql = sql.replace(_CLOCK, _SQLITE_CLOCK)
     sql = re.sub(r"\bFROM DUAL\b", "", sql)
-    sql = re.sub(r"\s+FOR UPDATE$", "", sql)  # who writes on SQLite is alone
+    sql = re.sub(r"\s+FOR UPDATE( SKIP LOCKED)?$", "", sql)  # who writes on SQLite is alone
     sql = re.sub(r"\bFETCH FIRST (\S+) ROWS ONLY\b", r"LIMIT \1", sql)
     sql = re.sub(r"(\bRETURNING .*) INTO :.*$", r"\1", sql, flags=re.DOTALL)
     return re.sub(r':"(\w+)"', r":\1", sql)
@@ -365,7 +365,7 @@ def _is_query(sql: str) -> bool:
 
 
 def _is_write(sql: str) -> bool:
-    return _matches(r"^\s*(INSERT|UPDATE|DELETE|SAVEPOINT|ROLLBACK TO)\b", sql) or _matches(r"\bFOR UPDATE$", sql)
+    return _matches(r"^\s*(INSERT|UPDATE|DELETE|SAVEPOINT|ROLLBACK TO)\b", sql) or _matches(r"\bFOR UPDATE( SKIP LOCKED)?$", sql)
 
 
 def _named(parameters: Mapping[str, Any] | Sequence[Any] | None) -> Binds:
