@@ -141,7 +141,8 @@ HOW = """To repeat it: `make bench` (ten minutes on two cores) or `make bench FU
 yours, beside what the quick set found of the others: `python -m benchmarks --only find --full --keep`), then
 `python -m benchmarks report`, which wrote this text, its plots and the README's table from the samples in
 [benchmarks/results.json](benchmarks/results.json).
-`make bench CHECK=1` fails where a bar is missed; the bars are in [benchmarks/bars.toml](../benchmarks/bars.toml).
+`make bench CHECK=1` fails where a bar is missed; the bars are in [benchmarks/bars.toml](../benchmarks/bars.toml). What was
+missed, and why: [benchmarks-misses.md](benchmarks-misses.md).
 
 Ratios come first: they carry over to other machines, seconds do not. Within a round every way has its turn, each round begins
 with another one, and a ratio is the median of the rounds' own ratios. *Spread* are the quartiles; a 99th percentile stands where

@@ -365,7 +365,9 @@ def _is_query(sql: str) -> bool:
 
 
 def _is_write(sql: str) -> bool:
-    return _matches(r"^\s*(INSERT|UPDATE|DELETE|SAVEPOINT|ROLLBACK TO)\b", sql) or _matches(r"\bFOR UPDATE( SKIP LOCKED)?$", sql)
+    return _matches(r"^\s*(INSERT|UPDATE|DELETE|SAVEPOINT|ROLLBACK TO)\b", sql) or _matches(
+        r"\bFOR UPDATE( SKIP LOCKED)?$", sql
+    )
 
 
 def _named(parameters: Mapping[str, Any] | Sequence[Any] | None) -> Binds:
