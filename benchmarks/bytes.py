@@ -30,13 +30,14 @@ def run(sizes: Sizes, folder: Path) -> list[Case]:
     prompt whole.
     """
     engine = ways.engine_for(sizes.prompt_tokens)
-    prompts = prompts_of(ways.ids_of(engine, sizes.prompt_tokens), sizes.prompts)
+    ids = ways.ids_of(engine, sizes.prompt_tokens)
+    prompts = prompts_of(ids, sizes.prompts)
     case = _of_pipeline("SmolLM2-135M", engine, prompts, folder / "store")
     _others(case, engine, prompts[: sizes.cached_prompts], folder)
     if not sizes.recorded_prompts:
         return [case]
-    prompts = prompts_of(ways.ids_of(engine, sizes.prompt_tokens), sizes.recorded_prompts)
-    return [case, _of_pipeline("recorded rows", TokenEngine(n_ctx=sizes.prompt_tokens), prompts, folder / "recorded")]
+    recorded = TokenEngine(n_ctx=sizes.prompt_tokens)
+    return [case, _of_pipeline("recorded rows", recorded, prompts_of(ids, sizes.recorded_prompts), folder / "recorded")]
 
 
 def _of_pipeline(model: str, engine: Engine, prompts: list[TokenIds], store: Path) -> Case:

@@ -10,10 +10,9 @@ from collections.abc import Iterable
 
 import sqlalchemy as sa
 
-from llama_ckpt.db.queries import ACTIVE, STALE
+from llama_ckpt.db.queries import ACTIVE, STALE, clock_us
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import usage_day
-from llama_ckpt.db.types import now_us
 from llama_ckpt.values import ModelStats, Stats
 
 _DAY_US = 86_400_000_000
@@ -27,7 +26,7 @@ def count(db: sa.Connection, event_names: Iterable[str]) -> None:
             goes well.
     """
     names = sorted(event_names)  # one order for all writers: no deadlocks
-    day_no = int(db.execute(sa.select(now_us())).scalar_one()) // _DAY_US if names else 0
+    day_no = clock_us(db) // _DAY_US if names else 0
     for name in names:
         today = [usage_day.c.day_no == day_no, usage_day.c.event_name == name]
         if db.execute(sa.update(usage_day).where(*today).values(n_times=usage_day.c.n_times + 1)).rowcount == 0:
