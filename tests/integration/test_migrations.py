@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 
@@ -9,6 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from llama_ckpt.db import migrate, queries
+from llama_ckpt.db.comparing import differences
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import VERSION_TABLE, metadata
 from llama_ckpt.errors import BadInput, SchemaTooOld
@@ -113,14 +115,55 @@ def test_a_revision_that_is_none_is_named(empty):
             verb(empty, "0099")
 
 
-def test_check_names_what_was_changed_behind_its_back(registry):
-    with registry.database.write() as db:
-        db.exec_driver_sql("DROP INDEX ix_llama_ckpt_meta_used")
-    found = migrate.check(registry.database)
-    with registry.database.write() as db:
-        db.exec_driver_sql("CREATE INDEX ix_llama_ckpt_meta_used ON llama_checkpoint_meta (last_used_us, status)")
-    assert len(found) == 1
-    assert "ix_llama_ckpt_meta_used" in found[0]
+def found_after(database, *statements):
+    """What a comparison finds after statements, which are taken back."""
+    with contextlib.suppress(ZeroDivisionError), database.write() as db:
+        for statement in statements:
+            db.exec_driver_sql(statement)
+        found = differences(db)
+        raise ZeroDivisionError
+    return found
+
+
+def test_check_names_in_words_what_was_changed_behind_its_back(registry):
+    found = found_after(
+        registry.database,
+        "DROP INDEX ix_llama_ckpt_meta_used",
+        "DROP VIEW llama_checkpoint_v",
+        "DROP TABLE gc_schedule",
+        "ALTER TABLE llama_model ADD COLUMN extra INTEGER",
+    )
+    assert sorted(found) == [
+        "column extra of table llama_model is not of this version",
+        "index ix_llama_ckpt_meta_used of table llama_checkpoint_meta is missing",
+        "table gc_schedule is missing",
+        "view llama_checkpoint_v is missing",
+    ]
+    assert migrate.check(registry.database) == []
+
+
+def test_check_finds_types_and_constraints_that_are_others(registry):
+    if registry.database.dialect != "postgresql":
+        pytest.skip("SQLite changes no column and no constraint")
+    found = found_after(
+        registry.database,
+        "DROP VIEW llama_checkpoint_v",
+        "ALTER TABLE llama_model ALTER COLUMN n_layer TYPE BIGINT, ALTER COLUMN n_kv_head DROP NOT NULL",
+        "ALTER TABLE llama_checkpoint_meta DROP CONSTRAINT fk_llama_ckpt_meta_model",
+        "ALTER TABLE llama_checkpoint_meta DROP CONSTRAINT ck_llama_ckpt_meta_status",
+    )
+    assert sorted(found) == [
+        "column llama_model.n_kv_head: nullable is True, expected is False",
+        "column llama_model.n_layer: type is BIGINT, expected is INTEGER",
+        "constraint ck_llama_ckpt_meta_status of table llama_checkpoint_meta is missing",
+        "foreign key fk_llama_ckpt_meta_model of table llama_checkpoint_meta is missing",
+        "view llama_checkpoint_v is missing",
+    ]
+
+
+def test_tables_of_others_in_the_same_database_are_none_of_its_business(registry):
+    theirs = "CREATE TABLE of_somebody_else (id INTEGER PRIMARY KEY, name VARCHAR(10) UNIQUE)"
+    assert found_after(registry.database, theirs) == []
 
 
 def test_the_script_for_postgresql_makes_the_same_schema_as_the_program(postgresql_url, tmp_path):

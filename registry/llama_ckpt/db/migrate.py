@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 
 from llama_ckpt.db.connect import Database
-from llama_ckpt.db.tables import VERSION_TABLE, metadata
+from llama_ckpt.db.tables import VERSION_TABLE
 from llama_ckpt.errors import BadInput, SchemaTooNew, SchemaTooOld
 
 if TYPE_CHECKING:
@@ -101,19 +101,18 @@ def downgrade(database: Database, revision: str) -> str | None:
 
 
 def check(database: Database) -> list[str]:
-    """What differs between the database's schema and the one this version expects; nothing when they agree. Reads only.
+    """What differs between the database's schema and the one this version expects, in sentences; nothing when they agree.
+    Reads only.
 
     Raises:
         SchemaTooNew: a newer llama-ckpt made it.
         DatabaseUnavailable: the database cannot be reached.
     """
-    from alembic.autogenerate import compare_metadata
-    from alembic.migration import MigrationContext
+    from llama_ckpt.db.comparing import differences
 
     require_known(database)
     with database.read() as db:
-        context = MigrationContext.configure(db, opts={"version_table": VERSION_TABLE, "compare_type": True})
-        return [str(difference) for difference in compare_metadata(context, metadata)]
+        return differences(db)
 
 
 def script(dialect: str, start: str = "base", end: str = HEAD) -> str:
