@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llama_ckpt_cli.session import Session, command, config_file, confirm
+from llama_ckpt_cli.session import Session, command, confirm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +30,7 @@ def add_to(app: typer.Typer) -> None:
 
 def config(session: Session) -> None:
     """Show every setting and where its value comes from."""
-    from llama_ckpt.config import Setting
+    from llama_ckpt.config import Setting, config_file
     from llama_ckpt.db.connect import hide_password
 
     resolved = {"store": str(session.root), "database_url": session.database_url}
@@ -43,7 +44,7 @@ def config(session: Session) -> None:
 
     def human() -> None:
         session.out.table(["setting", "value", "from"], [[k, s.value or "-", s.origin] for k, s in shown.items()])
-        session.out.line(f"settings file: {config_file()}")
+        session.out.line(f"settings file: {config_file(os.environ)}")
 
     session.out.result(shown, human, [f"{k}={s.value}" for k, s in shown.items()])
 

@@ -15,7 +15,7 @@ import typer
 
 from llama_ckpt.words import count, size
 from llama_ckpt_cli.output import when
-from llama_ckpt_cli.session import GRACES, LIMITS, Session, command, config_file
+from llama_ckpt_cli.session import GRACES, LIMITS, Session, command
 
 if TYPE_CHECKING:
     from llama_ckpt.schedule import ScheduledRun, ScheduleStatus
@@ -244,7 +244,9 @@ def _shareable_url(session: Session) -> str:
 
 def _policy_words(session: Session) -> list[str]:
     """The policy as options, but for what the timer's run will find itself, in the user's settings file."""
-    found_there = "default", *(() if "LLAMA_CKPT_CONFIG" in os.environ else (f"file {config_file()}",))
+    from llama_ckpt.config import config_file
+
+    found_there = "default", *(() if "LLAMA_CKPT_CONFIG" in os.environ else (f"file {config_file(os.environ)}",))
     words = []
     for name in LIMITS + GRACES:
         setting = session.settings[name]

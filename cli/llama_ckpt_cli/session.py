@@ -69,9 +69,9 @@ class Session:
     @functools.cached_property
     def settings(self) -> dict[str, Setting]:
         """Every setting with its origin."""
-        from llama_ckpt.config import settings
+        from llama_ckpt.config import config_file, settings
 
-        return settings(self._flags, os.environ, config_file())
+        return settings(self._flags, os.environ, config_file(os.environ))
 
     def value(self, name: str, flag: str | None = None) -> str:
         """A setting's value; a command's own flag goes before all."""
@@ -80,10 +80,9 @@ class Session:
     @property
     def root(self) -> Path:
         """The store's folder."""
-        from llama_ckpt.registry import default_store
+        from llama_ckpt.registry import store_of
 
-        named = self.value("store")
-        return (Path(named).expanduser() if named else default_store()).absolute()
+        return store_of(self.settings)
 
     @property
     def database_url(self) -> str:
@@ -108,19 +107,9 @@ class Session:
 
     def registry(self, upgrade: bool | None = None) -> Registry:
         """The registry that the settings name. The caller closes it."""
-        from llama_ckpt.config import count, flag
         from llama_ckpt.registry import Registry
 
-        return Registry.open(
-            self.database_url,
-            self.root,
-            database_password=self.database_password,
-            upgrade=upgrade,
-            drop_page_cache=flag(self.value("drop_page_cache"), "drop_page_cache"),
-            policy=self.policy(),
-            min_match_tokens=count(self.value("min_match_tokens"), "--min-match-tokens"),
-            delta_depth=count(self.value("delta_depth"), "--delta-depth"),
-        )
+        return Registry.configured(self.settings, upgrade=upgrade)
 
     @contextmanager
     def existing_registry(self, upgrade: bool | None = None) -> Iterator[Registry | None]:
@@ -134,24 +123,6 @@ class Session:
             return
         with self.registry(upgrade) as registry:
             yield registry
-
-
-def config_file() -> Path:
-    """The settings file: LLAMA_CKPT_CONFIG, or config.toml in the user's configuration folder.
-
-    Raises:
-        BadInput: the environment names a file that is not there.
-    """
-    import platformdirs
-
-    from llama_ckpt.errors import BadInput
-
-    named = os.environ.get("LLAMA_CKPT_CONFIG")
-    if named is None:
-        return platformdirs.user_config_path("llama-ckpt") / "config.toml"
-    if not Path(named).is_file():
-        raise BadInput(what="LLAMA_CKPT_CONFIG", value=named, reason="there is no such file")
-    return Path(named)
 
 
 def command(

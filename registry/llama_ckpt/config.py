@@ -51,6 +51,22 @@ class Setting:
     origin: str
 
 
+def config_file(environment: Mapping[str, str]) -> Path:
+    """The settings file: what LLAMA_CKPT_CONFIG names, or config.toml in the user's configuration folder.
+
+    Raises:
+        BadInput: the environment names a file that is not there.
+    """
+    import platformdirs
+
+    named = environment.get(f"{ENVIRONMENT_PREFIX}CONFIG")
+    if named is None:
+        return platformdirs.user_config_path("llama-ckpt") / "config.toml"
+    if not Path(named).is_file():
+        raise BadInput(what="LLAMA_CKPT_CONFIG", value=named, reason="there is no such file")
+    return Path(named)
+
+
 def settings(flags: Mapping[str, str | None], environment: Mapping[str, str], file: Path | None) -> dict[str, Setting]:
     """Every setting with its origin. `file` is a TOML file; one that is not there counts as empty.
 

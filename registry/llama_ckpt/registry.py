@@ -7,15 +7,17 @@ crash leaves at most a file without a row. A delete takes the row first and the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterable
+import os
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from llama_ckpt import restoring, saving, warming
+from llama_ckpt import config, restoring, saving, warming
 from llama_ckpt.autosave import Autosave
 from llama_ckpt.batching import Batch, BatchInput, BatchOptions, BatchRecord, What
 from llama_ckpt.catalogue import Catalogue
+from llama_ckpt.config import Setting
 from llama_ckpt.db import migrate, prefixes, queries
 from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.engine import Engine, Progress, no_progress
@@ -25,6 +27,7 @@ from llama_ckpt.fingerprint import Input
 from llama_ckpt.matching import DEFAULT_MIN_TOKENS
 from llama_ckpt.metrics import MetricsSink, NullSink
 from llama_ckpt.parts import DEFAULT_DELTA_DEPTH, Parts
+from llama_ckpt.policies import policy_of
 from llama_ckpt.registering import SaveOptions
 from llama_ckpt.restoring import RestoreOptions
 from llama_ckpt.retention import Policy
@@ -45,7 +48,7 @@ DATABASE_FILE = "registry.sqlite3"
 
 
 class Registry(Catalogue):
-    """The registry of checkpoints: rows in a database, files in a store. Open one with `Registry.open`."""
+    """The registry of checkpoints: rows in a database, files in a store. `Registry.open` opens one, or `Registry.configured`."""
 
     @classmethod
     def open(
@@ -65,11 +68,11 @@ class Registry(Catalogue):
         """Opens a registry; creates store and schema where they are not there. An older schema is upgraded on SQLite, which
         is this program's own file; not on a server, where other hosts may still run the older program. `upgrade` says otherwise.
 
-        Without arguments: the user's data folder. With a store alone: SQLite beside the files. `database_password` is used
-        where the URL has none. `drop_page_cache` lets written pages go after the fsync. `policy` has the limits that saves keep
-        to (`max_bytes`, `min_free`). A shared prefix of fewer than `min_match_tokens` tokens is no match. A save
-        writes what is not stored yet, on top of at most `delta_depth` other checkpoints; 0 writes all. `hook` hears the name of
-        each step of a save, for tests that stop there.
+        Without arguments: the user's data folder, whatever the settings say, which `configured` reads. With a store alone:
+        SQLite beside the files. `database_password` is used where the URL has none. `drop_page_cache` lets written pages go
+        after the fsync. `policy` has the limits that saves keep to (`max_bytes`, `min_free`). A shared prefix of fewer than
+        `min_match_tokens` tokens is no match. A save writes what is not stored yet, on top of at most `delta_depth` other
+        checkpoints; 0 writes all. `hook` hears the name of each step of a save, for tests that stop there.
 
         Raises:
             BadInput: the URL or a number cannot be used.
@@ -106,6 +109,30 @@ class Registry(Catalogue):
                 min_match_tokens=min_match_tokens,
                 delta_depth=delta_depth,
             )
+        )
+
+    @classmethod
+    def configured(cls, settings: Mapping[str, Setting] | None = None, *, upgrade: bool | None = None) -> Registry:
+        """Opens the registry that the settings name, with the limits that they set: the one that the command `llama-ckpt` works
+        on. Without `settings`: the environment's LLAMA_CKPT_…, then the settings file, then the defaults. `upgrade` as in `open`.
+
+        Raises:
+            BadInput: a setting cannot be read or used.
+            DatabaseUnavailable, StoreUnavailable, SchemaTooNew, SchemaTooOld: as `open`.
+        """
+        environment = os.environ
+        if settings is None:
+            settings = config.settings({}, environment, config.config_file(environment))
+        values = {name: setting.value for name, setting in settings.items()}
+        return cls.open(
+            values["database_url"] or None,
+            store_of(settings),
+            database_password=config.database_password(environment),
+            upgrade=upgrade,
+            drop_page_cache=config.flag(values["drop_page_cache"], "drop_page_cache"),
+            policy=policy_of(values),
+            min_match_tokens=config.count(values["min_match_tokens"], "min_match_tokens"),
+            delta_depth=config.count(values["delta_depth"], "delta_depth"),
         )
 
     def close(self) -> None:
@@ -295,6 +322,12 @@ class Registry(Catalogue):
         saved_as = SaveOptions(label=label, expires_in_s=expires_in_s)
         options = BatchOptions(save=save, shared_prefix=shared_prefix, saved_as=saved_as)
         return Batch(self.parts, engine, self.match, options, progress).run(inputs)
+
+
+def store_of(settings: Mapping[str, Setting]) -> Path:
+    """The folder that the settings name, or else `default_store`."""
+    named = settings["store"].value
+    return (Path(named).expanduser() if named else default_store()).absolute()
 
 
 def default_store() -> Path:
