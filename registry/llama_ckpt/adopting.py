@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -22,21 +22,24 @@ from llama_ckpt.db import collecting, queries
 from llama_ckpt.disk import map_file
 from llama_ckpt.errors import (
     BadInput,
+    Conflict,
     CorruptFile,
     DatabaseUnavailable,
     Incompatible,
     LlamaCkptError,
+    NotFound,
     StoreFull,
     StoreUnavailable,
     Unsupported,
     without_frames,
 )
 from llama_ckpt.files import path_of
-from llama_ckpt.fingerprint import TokenIds, tokens_hash
+from llama_ckpt.fingerprint import tokens_hash
 from llama_ckpt.formats import engine_files, legacy
+from llama_ckpt.orphans import FoundFile, active, after_their_parents, found_file, found_in_store
 from llama_ckpt.parts import Parts
-from llama_ckpt.registering import SaveOptions, claim_store, clean_name, register, register_orphan, row_of, usable
-from llama_ckpt.values import Checkpoint, MemoryKind, NewCheckpoint, RegisteredModel, SaveOutcome, Status
+from llama_ckpt.registering import SaveOptions, claim_store, register, register_orphan, usable
+from llama_ckpt.values import Checkpoint, MemoryKind, NewCheckpoint, SaveOutcome, Status
 from llama_ckpt.walking import TEMPORARY_SUFFIX
 
 log = logging.getLogger("llama_ckpt")
@@ -108,13 +111,10 @@ def adopt(parts: Parts, paths: Sequence[Path], options: AdoptOptions) -> Iterato
         raise BadInput(what="text", value=f"{len(paths)} path(s)", reason="a text is of one file: name that file alone")
     if not options.dry_run:
         claim_store(parts)
-    adopter = _Adopter(parts, options)
-    for path in paths:
-        is_folder = path.is_dir() and not path.is_symlink()
-        for found in adopter.folder(path) if is_folder else [adopter.file(path, named=True)]:
-            if found.outcome is AdoptOutcome.ADOPTED:
-                parts.metrics.count("adopted")
-            yield found
+    for found in _Adopter(parts, options).all_of(paths):
+        if found.outcome is AdoptOutcome.ADOPTED:
+            parts.metrics.count("adopted")
+        yield found
 
 
 class _Adopter:
@@ -126,7 +126,23 @@ class _Adopter:
         self._root = parts.store.root.resolve()
         url = parts.database.url
         of_database = Path(url.database or "").resolve() if parts.database.dialect == "sqlite" else None
+        self._planned: dict[str, FoundFile] = {}  # by id, in a dry run
         self._never_opened = {Path(f"{of_database}{end}") for end in _SQLITE_FILES} if of_database else set()
+
+    def all_of(self, paths: Sequence[Path]) -> Iterator[Adoption]:
+        """Everything at and under some paths; deltas whose parents came behind them last."""
+        return after_their_parents(
+            (found for path in paths for found in self._at(path)),
+            _lacks,
+            self._is_there,
+            lambda found: self.file(found.path),
+        )
+
+    def _at(self, path: Path) -> Iterable[Adoption]:
+        return self.folder(path) if path.is_dir() and not path.is_symlink() else [self.file(path)]
+
+    def _is_there(self, checkpoint_id: str) -> bool:
+        return checkpoint_id in self._planned or active(self._parts, checkpoint_id) is not None
 
     def folder(self, top: Path) -> Iterator[Adoption]:
         """Everything in a folder, in order of the names. A folder of diskcache is told as a whole and not entered."""
@@ -151,7 +167,7 @@ class _Adopter:
             path = Path(failed.filename or top)
             yield _refused(path, StoreUnavailable(path=path, reason=failed.strerror or str(failed)))
 
-    def file(self, path: Path, *, named: bool) -> Adoption:
+    def file(self, path: Path, *, named: bool = True) -> Adoption:
         """One file. What is no checkpoint is refused where it was `named`, else left."""
         try:
             real = path.parent.resolve() / path.name
@@ -190,12 +206,12 @@ class _Adopter:
         if known is not None:
             reason = f"its row is STALE ({known.stale_reason}); bring it back with: llama-ckpt unprune {known.id}"
             raise BadInput(what="file", value=str(path), reason=reason)
-        orphan = checked_orphan(self._parts, place)
+        orphan = found_in_store(self._parts, place, self._planned)
         new = replace(orphan.new, label=self._options.label)
         if there := self._registered(new.fingerprint, new.input_hash, new.tokens_hash):
             return _registered(path, there)
         if self._options.dry_run:
-            return _adopted(path, new.n_tokens, None, "LLAM")
+            return self._would(path, orphan)
         return _adopted(path, new.n_tokens, register_orphan(self._parts, orphan.model, new, orphan.token_ids), "LLAM")
 
     # -- files of others -------------------------------------------------------------------------------------------------
@@ -215,6 +231,11 @@ class _Adopter:
             raise Unsupported(what=f"adopting {path}", reason=reason)
         return self._llam(path, view) if found.format == "LLAM" else self._engine_file(path, view)
 
+    def _would(self, path: Path, found: FoundFile) -> Adoption:
+        """What a dry run says of a LLAM file that would be registered."""
+        self._planned[found.new.id] = found
+        return _adopted(path, found.new.n_tokens, None, "LLAM")
+
     def _count_padding(self, path: Path, padding: int) -> None:
         if padding and not self._options.dry_run:
             log.info("detected padding: %d byte(s) of zeros before the magic of %s", padding, path)
@@ -224,7 +245,7 @@ class _Adopter:
         if self._options.text is not None:
             raise BadInput(what="text", value=str(path), reason="a LLAM file has its input hash already")
         file = formats.open_checkpoint(view, str(path))
-        found = _found(file, str(path), self._free_id(path), self._options.saved)
+        found = found_file(self._parts, file, str(path), self._free_id(path), self._options.saved, self._planned)
         new = found.new
         if there := self._registered(new.fingerprint, new.input_hash, new.tokens_hash):
             return _registered(path, there)
@@ -232,13 +253,18 @@ class _Adopter:
             reason = f"{file.contents.padding} zero bytes stand before its magic, which a copy takes off: omit --link"
             raise BadInput(what="file", value=str(path), reason=reason)
         if self._options.dry_run:
-            return _adopted(path, new.n_tokens, None, "LLAM")
+            return self._would(path, found)
         self._count_padding(path, file.contents.padding)
         with admission.admitted(self._parts, new):
-            if self._options.link:
-                self._parts.store.link_in(new.id, path)
-            else:
-                self._parts.store.copy_in(new.id, path, view[file.contents.padding :])
+            try:
+                if self._options.link:
+                    self._parts.store.link_in(new.id, path)
+                else:
+                    self._parts.store.copy_in(new.id, path, view[file.contents.padding :])
+            except Conflict:  # another process adopts the same file
+                if there := self._registered(new.fingerprint, new.input_hash, new.tokens_hash):
+                    return _registered(path, there)
+                raise
             self._require_same(new, path)
             row = register(self._parts, found.model, new, found.token_ids)
         if row.id != new.id:  # somebody was first
@@ -299,6 +325,11 @@ class _Adopter:
         return uuid.uuid4().hex
 
 
+def _lacks(found: Adoption) -> str | None:
+    """The id of the checkpoint that a delta was refused for."""
+    return str(found.error.values["name"]) if isinstance(found.error, NotFound) else None
+
+
 def _no_file(path: Path) -> str | None:
     """What lies in a folder and is no file that could be read."""
     try:
@@ -308,50 +339,6 @@ def _no_file(path: Path) -> str | None:
     if stat.S_ISREG(mode):
         return None
     return "a symlink" if stat.S_ISLNK(mode) else "not a regular file"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundFile:
-    """A LLAM file of which every byte was checked: the row that it is to have, its model, and its token ids."""
-
-    new: NewCheckpoint
-    model: RegisteredModel
-    token_ids: TokenIds
-
-
-def checked_orphan(parts: Parts, path: str) -> FoundFile:
-    """The row that a file of our own store had, by its header and metadata, after every byte of it was checked.
-
-    Raises:
-        CorruptFile: it is damaged, or a delta, whose parent only its lost row named.
-        FileMissing, UnsafePath, StoreUnavailable: it cannot be read.
-    """
-    with parts.store.map(path) as view:
-        file = formats.open_checkpoint(view, path)
-        found = _found(file, path, path.rpartition("/")[2].partition(".")[0], SaveOptions())
-    parts.hook("checked")
-    return found
-
-
-def _found(file: formats.CheckpointFile, name: str, checkpoint_id: str, options: SaveOptions) -> FoundFile:
-    """What a LLAM file's own header and metadata give, under an id.
-
-    Raises:
-        CorruptFile: it is a delta, whose parent only its lost row named; or of a kind of memory not known here.
-    """
-    header, metadata = file.contents.header, file.contents.metadata
-    if header.start_token:
-        raise CorruptFile(path=name, check="Structure", reason="a delta is not registered again without its parent")
-    model_name = clean_name(str(metadata.get("model_name") or "unnamed"))
-    kind = str(metadata.get("memory_kind", "full"))
-    if kind not in list(MemoryKind):
-        raise CorruptFile(path=name, check="Structure", reason=f"it is of no kind of memory known here: {kind[:40]}")
-    token_ids = file.contents.token_ids
-    return FoundFile(
-        new=row_of(header, checkpoint_id, model_name, MemoryKind(kind), token_ids, options),
-        model=RegisteredModel(fingerprint=file.fingerprint, model_name=model_name, dimensions=file.dimensions),
-        token_ids=token_ids,
-    )
 
 
 def _adopted(path: Path, n_tokens: int, row: Checkpoint | None, kind: str) -> Adoption:

@@ -86,7 +86,11 @@ def read_start(path: Path | str, n_bytes: int) -> tuple[bytes, int]:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise UnsafePath(path=path, reason="not a regular file")
-        return os.read(fd, n_bytes), found.st_size
+        # A read may end early where the next one fails: what is missing then is no end of the file.
+        data = bytearray()
+        while part := os.read(fd, n_bytes - len(data)):
+            data += part
+        return bytes(data), found.st_size
     finally:
         os.close(fd)
 
@@ -234,15 +238,19 @@ def _name_once(temporary: Path, path: Path) -> None:
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
-    """Gives a file its name, unless something has it already."""
-    # link fails where the target exists, so the first marker stays; where there are no hard links, rename does.
+    """Gives a file its name, beside the one it has or instead of it.
+
+    Raises:
+        FileExistsError: something has the name already; it stays.
+    """
     try:
         os.link(temporary, target)
     except FileExistsError:
         raise
-    except OSError:
-        if not target.exists():
-            os.rename(temporary, target)
+    except OSError as error:  # there are no hard links
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from error
+        os.rename(temporary, target)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -34,7 +34,7 @@ from llama_ckpt.disk import (
     write_all,
     write_with_holes,
 )
-from llama_ckpt.errors import FileMissing, StoreFull, StoreUnavailable, UnsafePath
+from llama_ckpt.errors import Conflict, FileMissing, StoreFull, StoreUnavailable, UnsafePath
 from llama_ckpt.walking import PATH, QUARANTINE, SUFFIX, TEMPORARY_SUFFIX, Entry, walk
 
 MARKER = "llama-ckpt-store.json"
@@ -158,12 +158,13 @@ class Store:
         mapped, without the padding before them.
 
         Raises:
+            Conflict: a file has the name of that id; it stays.
             StoreFull, StoreUnavailable: as `write`; or the source cannot be read.
         """
         with told(source):
             of_source = os.open(source, os.O_RDONLY | NOFOLLOW | BINARY | NONBLOCK)
         try:
-            return self._put(checkpoint_id, content.nbytes, lambda fd: copy_rest(of_source, fd, content))
+            return self._put(checkpoint_id, content.nbytes, lambda fd: copy_rest(of_source, fd, content), is_named=True)
         finally:
             os.close(of_source)
 
@@ -172,19 +173,30 @@ class Store:
         from then on, with their mode, which becomes 0600: who changes the one changes the other.
 
         Raises:
+            Conflict: a file has the name of that id; it stays.
             BadInput: it lies on another file system, or one without hard links.
             StoreUnavailable: the system refuses otherwise, as for another user's file.
         """
         target = Path(self._locate(path_of(checkpoint_id)))
         with told(target):
             self._make_shards(target.parent)
-            size = link_file(source, target)
+            with _none_there(target):
+                size = link_file(source, target)
             self._hook("renamed")
             fsync_folder(target.parent)
         return size
 
-    def _put(self, checkpoint_id: str, size: int, fill: Callable[[int], None]) -> int:
-        """A file of `size` bytes that `fill` writes: staged, length checked, fsync, rename, folder fsync."""
+    def _put(
+        self,
+        checkpoint_id: str,
+        size: int,
+        fill: Callable[[int], None],
+        *,
+        is_named: bool = False,
+    ) -> int:
+        """A file of `size` bytes that `fill` writes: staged, length checked, fsync, rename, folder fsync. An id that was not made
+        for it but `is_named` elsewhere may be another file's.
+        """
         target = Path(self._locate(path_of(checkpoint_id)))
         temporary = target.with_suffix(f".{owners.my_tag()}{TEMPORARY_SUFFIX}")
         free = self.free_bytes()
@@ -195,7 +207,7 @@ class Store:
             try:
                 self._stage(temporary, fill, size)
                 self._hook("staged")
-                os.rename(temporary, target)
+                _give_new_name(temporary, target) if is_named else os.rename(temporary, target)
             except Exception:
                 with contextlib.suppress(OSError):
                     temporary.unlink(missing_ok=True)
@@ -378,6 +390,20 @@ class Store:
             folder = f"{folder}/{part}"
             _require_plain_folder(folder)
         return f"{folder}/{name}"
+
+
+def _give_new_name(temporary: Path, target: Path) -> None:
+    with _none_there(target):
+        put_in_place(temporary, target)
+    temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _none_there(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileExistsError as error:
+        raise Conflict(what=f"{target.name} is there already") from error
 
 
 def _require_plain_folder(folder: str | Path) -> None:

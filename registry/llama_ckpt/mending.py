@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from llama_ckpt import adopting
 from llama_ckpt.db import prefixes, queries
-from llama_ckpt.errors import Conflict, CorruptFile, FileMissing, StoreUnavailable, UnsafePath
+from llama_ckpt.errors import Conflict, CorruptFile, FileMissing, NotFound, StoreUnavailable, UnsafePath
 from llama_ckpt.finding import token_ids_of
 from llama_ckpt.fingerprint import links_of
 from llama_ckpt.gc_values import Finding, FindingKind
+from llama_ckpt.orphans import active, after_their_parents, found_in_store
 from llama_ckpt.parts import Parts
 from llama_ckpt.registering import register_orphan
 from llama_ckpt.values import Checkpoint, StaleReason, Status
@@ -65,7 +66,7 @@ class Mender:
         self._parts.hook("checked")
         try:
             with self._parts.database.write() as db:
-                queries.expire_due(db, row.fingerprint, row.input_hash)
+                queries.make_way(db, row.fingerprint, row.input_hash, row.parent_no)
                 back = queries.reactivate(db, row)
                 if back:
                     prefixes.link(db, links_of(row, token_ids, self._parts.block_size))
@@ -94,7 +95,9 @@ class Mender:
         if self._parts.store.owner() is None and self._parts.database.query(queries.is_empty):
             self._parts.store.claim(self._parts.registry_id)
         self._parts.require_store()
-        return [(finding, self._repair(finding)) for finding in findings]
+        first = (self._repair(finding) for finding in findings)
+        done = after_their_parents(first, lambda one: one.lacks, self._is_there, lambda one: self._repair(one.finding))
+        return [(repaired.finding, repaired.outcome) for repaired in done]
 
     def link(self) -> int:
         """Links the ACTIVE checkpoints that have no prefix links, since a version without them saved them, and says how many.
@@ -122,27 +125,45 @@ class Mender:
         with self._parts.database.write() as db:
             return prefixes.link_later(db, row.ckpt_no, links)
 
-    def _repair(self, finding: Finding) -> str:
-        if finding.checkpoint_id is not None:
-            row = self._parts.database.query(lambda db: queries.get(db, finding.checkpoint_id or ""))
-            reasons = {FindingKind.MISSING: StaleReason.MISSING, FindingKind.CORRUPT: StaleReason.CORRUPT}
-            if row is None or row.status is Status.STALE:
-                return "its row went meanwhile"
-            self._parts.make_stale(row, reasons[finding.kind], finding.detail)
-            return "marked STALE"
-        if finding.kind is FindingKind.ORPHAN:
-            return self._adopt(finding.path)
-        return "left for gc" if finding.kind is FindingKind.TEMPORARY else "left alone"
+    def _is_there(self, checkpoint_id: str) -> bool:
+        return active(self._parts, checkpoint_id) is not None
 
-    def _adopt(self, path: str) -> str:
+    def _repair(self, finding: Finding) -> _Repaired:
+        if finding.checkpoint_id is not None:
+            return _Repaired(finding, self._mark(finding, finding.checkpoint_id))
+        if finding.kind is FindingKind.ORPHAN:
+            return self._adopt(finding)
+        return _Repaired(finding, "left for gc" if finding.kind is FindingKind.TEMPORARY else "left alone")
+
+    def _mark(self, finding: Finding, checkpoint_id: str) -> str:
+        row = active(self._parts, checkpoint_id)
+        if row is None:
+            return "its row went meanwhile"
+        reasons = {FindingKind.MISSING: StaleReason.MISSING, FindingKind.CORRUPT: StaleReason.CORRUPT}
+        self._parts.make_stale(row, reasons[finding.kind], finding.detail)
+        return "marked STALE"
+
+    def _adopt(self, finding: Finding) -> _Repaired:
         try:
-            found = adopting.checked_orphan(self._parts, path)
+            found = found_in_store(self._parts, finding.path)
+        except NotFound as error:
+            return _Repaired(finding, f"left for gc: {error}", lacks=str(error.values["name"]))
         except (CorruptFile, FileMissing, UnsafePath) as error:
-            return f"left for gc: {error}"
+            return _Repaired(finding, f"left for gc: {error}")
         try:
             register_orphan(self._parts, found.model, found.new, found.token_ids)
         except Conflict:
-            return "left for gc: another checkpoint of the same input is ACTIVE"
+            or_parent = "" if found.new.parent_no is None else ", or what it stands on went STALE"
+            return _Repaired(finding, f"left for gc: another checkpoint of the same input is ACTIVE{or_parent}")
         except StoreUnavailable as error:
-            return f"not registered: {error}"
-        return "registered again"
+            return _Repaired(finding, f"not registered: {error}")
+        return _Repaired(finding, "registered again")
+
+
+@dataclass(frozen=True, slots=True)
+class _Repaired:
+    """What became of a finding; `lacks` is the id of what a delta waits for."""
+
+    finding: Finding
+    outcome: str
+    lacks: str | None = None

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support import samples
-from support.sample_engine import SampleEngine
+from support.sample_engine import SampleEngine, TokenEngine
 from support.whole import checkpoint_bytes
 
 from llama_ckpt import disk
@@ -19,6 +19,7 @@ from llama_ckpt.errors import (
     CorruptFile,
     FileMissing,
     Incompatible,
+    NotFound,
     StoreFull,
     StoreUnavailable,
     UnsafePath,
@@ -149,6 +150,42 @@ def test_a_row_whose_file_is_gone_stands_in_nobodys_way(registry, theirs, engine
     (registry.store.root / row.file_path).unlink()
     assert one(registry, theirs).outcome is ADOPTED
     assert registry.get(row.id).stale_reason is StaleReason.MISSING
+
+
+@pytest.fixture
+def their_chain(tmp_path):
+    """Three checkpoints of another registry, two of them deltas, which come before what they stand on in the order of names."""
+    engine, found = TokenEngine(), []
+    with Registry.open(store=tmp_path / "theirs", delta_depth=8) as theirs:
+        for n_tokens in (40, 80, 120):
+            engine.evaluate(list(range(n_tokens)))
+            found.append(theirs.save(engine, list(range(n_tokens))).checkpoint)
+        yield engine, theirs, [theirs.store.root / row.file_path for row in reversed(found)]
+
+
+def test_deltas_of_another_registry_are_adopted_after_what_they_stand_on(registry, their_chain):
+    engine, theirs, paths = their_chain
+    rows = {row.id: row for row in theirs.list()}
+    would = run(registry, *paths, dry_run=True)
+    assert [(f.path, f.outcome) for f in would] == [(path, AdoptOutcome.ADOPTABLE) for path in reversed(paths)]
+    assert registry.list() == []
+    assert [(f.path, f.outcome) for f in run(registry, *paths)] == [(path, ADOPTED) for path in reversed(paths)]
+    for row in registry.list():
+        engine.evaluate([1])
+        back = registry.restore(engine, list(range(row.n_tokens)))
+        assert (back.outcome, back.checkpoint.id) == (Outcome.HIT, row.id)
+        assert (row.start_token, row.tokens_hash) == (rows[row.id].start_token, rows[row.id].tokens_hash)
+    assert {f.outcome for f in run(registry, *paths)} == {REGISTERED}
+
+
+def test_a_delta_of_another_registry_without_what_it_stands_on_is_refused_and_names_it(registry, their_chain):
+    _, _, (longest, longer, whole) = their_chain
+    refusal(registry, longest, NotFound, f"no ACTIVE checkpoint '{longer.stem}'")
+    refusal(registry, longer, NotFound, "adopt what export --format llam writes")
+    assert one(registry, whole).outcome is ADOPTED
+    refusal(registry, longest, NotFound, longer.stem)
+    registry.remove(whole.stem)
+    refusal(registry, longer, NotFound, whole.stem)
 
 
 def test_a_damaged_file_is_refused_with_the_check_that_failed(registry, tmp_path):

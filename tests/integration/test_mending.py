@@ -279,6 +279,48 @@ def test_a_store_whose_database_was_lost_is_registered_again_whole(registry, eng
         path.unlink()
 
 
+@pytest.fixture
+def chain(registry):
+    """An engine; and a checkpoint, a delta on it and a delta on that one, each with its token ids."""
+    engine, made = TokenEngine(), []
+    for n_tokens in (40, 80, 120):
+        ids = list(range(100, 100 + n_tokens))
+        engine.evaluate(ids)
+        made.append((registry.save(engine, ids).checkpoint, ids))
+    assert [row.start_token for row, _ in made] == [0, 40, 80]
+    return engine, made
+
+
+def test_deltas_whose_rows_were_lost_come_back_after_what_they_stand_on(registry, mender, chain):
+    engine, made = chain
+    with registry.database.write() as db:
+        for row, _ in reversed(made):
+            db.execute(sa.delete(meta).where(meta.c.id == row.id))
+    by_path = {f.path: f for f in Verifier(registry.database, registry.store).findings()}
+    longest_first = [by_path[row.file_path] for row, _ in reversed(made)]
+    mended = mender.repair(longest_first)
+    assert [(f.path, result) for f, result in mended] == [(row.file_path, "registered again") for row, _ in made]
+    assert {row.id for row in registry.list()} == {row.id for row, _ in made}
+    for row, ids in made:
+        engine.evaluate([1])
+        back = registry.restore(engine, ids)
+        assert (back.outcome, back.checkpoint.id) == (Outcome.HIT, row.id)
+        assert (back.checkpoint.tokens_hash, back.checkpoint.start_token) == (row.tokens_hash, row.start_token)
+    assert Verifier(registry.database, registry.store).findings() == []
+
+
+def test_a_delta_without_what_it_stands_on_is_left_for_gc_and_says_what_it_lacks(registry, mender, chain):
+    _, ((root, _), (middle, _), (last, _)) = chain
+    with registry.database.write() as db:
+        for row in (last, middle):
+            db.execute(sa.delete(meta).where(meta.c.id == row.id))
+    (registry.store.root / middle.file_path).unlink()
+    said = repair(registry, mender)[FindingKind.ORPHAN]
+    assert said.startswith(f"left for gc: no ACTIVE checkpoint '{middle.id}'. {last.file_path} is a delta")
+    assert [row.id for row in registry.list()] == [root.id]
+    collect(registry)
+
+
 def test_a_damaged_file_without_a_row_is_left_for_gc(registry, saved, mender):
     damage(plant(registry))
     said = repair(registry, mender)[FindingKind.ORPHAN]
