@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import samples
 
-from llama_ckpt.errors import BadInput, EngineFailed
+from llama_ckpt.errors import BadInput, EngineFailed, Unsupported
 from llama_ckpt.formats import kv_state
 from llama_ckpt.values import MemoryKind, Outcome, SaveOutcome, StaleReason
 
@@ -423,3 +423,22 @@ def test_the_state_size_in_the_library_is_the_state_size_on_disk(engine, registr
     native = llama_cpp.llama_state_seq_get_size(engine.llama.ctx, 0)
     assert row.file_size <= 1.01 * native
     assert ctypes.sizeof(ctypes.c_uint8) * native < row.file_size
+
+
+def test_positions_of_an_image_are_not_taken_for_the_tokens_of_an_earlier_prompt(load, registry):
+    """As a handler for images does: it resets the `Llama`, and for the image only counts on."""
+    engine = load()
+    earlier = input_of(engine, 60)
+    engine.evaluate(earlier)
+    llama = engine.llama
+    llama.reset()
+    llama._ctx.kv_cache_clear()
+    llama.eval(earlier[:20].tolist())
+    llama._batch.set_batch(batch=[7] * 30, n_past=20, logits_all=False)
+    llama._ctx.decode(llama._batch)
+    llama.n_tokens = 50
+    with pytest.raises(Unsupported, match="image or sound"):
+        registry.save(engine, engine.held_token_ids())
+    warmed = registry.warm(engine, earlier)
+    assert (warmed.n_kept, warmed.n_evaluated) == (20, 40)
+    assert registry.restore(engine, earlier).outcome is Outcome.HIT

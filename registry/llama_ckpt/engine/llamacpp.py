@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ except (
     raise EngineMissing(reason=str(error)) from error
 
 _SEQ = 0  # `Llama` keeps its one conversation in sequence 0
+_NO_TOKEN = 2**31 - 1  # an id that no vocabulary has
 _NO_POOLING, _LAST_TOKEN = 0, 3  # enum llama_pooling_type
 # What `Llama` passes when the caller overrides nothing; any other value changes K and so belongs to the identity.
 _NO_OVERRIDE: dict[str, FieldValue] = {
@@ -83,6 +85,7 @@ class LlamaCppEngine:
         self.memory_kind = _memory_kind(llama)
         # llama.cpp rounds the context up; the wrapper's own array of token ids is not.
         self.n_ctx = min(llama.n_ctx(), len(llama.input_ids))
+        _forget_ids_on_reset(llama)
         self._memory = llama_cpp.llama_get_memory(llama.ctx)
         self._digests = digests or FileDigests(platformdirs.user_cache_path("llama-ckpt") / "digests.json")
         probe = self._probe()
@@ -188,8 +191,13 @@ class LlamaCppEngine:
 
         Raises:
             EngineFailed: the engine gave no state, or holds other cells than the wrapper says.
+            Unsupported: some positions are of no token: an image or a sound.
         """
         n_tokens = self.llama.n_tokens
+        if (self.llama.input_ids[:n_tokens] == _NO_TOKEN).any():
+            raise Unsupported(
+                what="a state with media", reason="its image or sound is in no token id, and so in no key"
+            )
         # The wrapper may have gone back (n_tokens lowered) without telling the engine yet; eval() would cut here too.
         llama_cpp.llama_memory_seq_rm(self._memory, _SEQ, n_tokens, -1)
         llama_cpp.llama_synchronize(self.llama.ctx)
@@ -358,6 +366,21 @@ def _rotates(fields: dict[str, FieldValue]) -> bool:
     quantised = any(str(fields[k]) not in ("f32", "f16", "bf16", "none") for k in ("type_k", "type_v"))
     switch = "LLAMA_ATTN_ROT_DISABLE"
     return quantised and _atoi(os.environ.get(switch, "0")) == 0 and _library_contains(switch.encode())
+
+
+def _forget_ids_on_reset(llama: llama_cpp.Llama) -> None:
+    """Lets a `Llama` hold no token ids after a reset. Its handlers for images and sound reset it, and then count their positions
+    in `n_tokens` without writing `input_ids`: what an earlier prompt left there would be taken for what is held.
+    """
+    here = weakref.ref(llama)  # its memory goes with the last reference that others hold
+
+    def reset() -> None:
+        if (it := here()) is not None:
+            type(it).reset(it)  # type: ignore[no-untyped-call]
+            it.input_ids[:] = _NO_TOKEN
+
+    llama.reset = reset  # type: ignore[method-assign]
+    llama.input_ids[llama.n_tokens :] = _NO_TOKEN
 
 
 def _rotation(llama: llama_cpp.Llama, probe: kv_state.KvState, *, rotates: bool) -> Rotation | None:
