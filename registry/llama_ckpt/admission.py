@@ -143,7 +143,7 @@ def _make_room(parts: Parts, new: NewCheckpoint, lacking: int, passed_over: set[
     if total < lacking:  # nothing goes for a newcomer that has no place even then
         return None
     with parts.database.write() as db:
-        marked = collecting.mark_untouched(db, victims, StaleReason.EVICTED)
+        marked = collecting.mark_untouched(db, dict.fromkeys(victims, StaleReason.EVICTED))
     passed_over.update(row.ckpt_no for row in victims if row.ckpt_no not in marked)
     parts.metrics.count("evicted", len(marked))
     return len(marked)  # the next round frees them

@@ -15,6 +15,7 @@ from llama_ckpt.parts import Parts
 from llama_ckpt.registering import clean_name
 from llama_ckpt.values import Checkpoint, Fingerprint, MatchResult, RegisteredModel, StaleReason, Stats, Status
 
+_MARKED_AT_ONCE = 2000
 _ID_PREFIX = re.compile(r"[0-9a-f]{4,32}")
 
 
@@ -217,7 +218,16 @@ class Catalogue:
         return self.get(row.id)
 
     def invalidate(self, fingerprint: Fingerprint | bytes) -> int:
-        """Makes all checkpoints of a fingerprint STALE in one transaction, and says how many."""
-        digest = fingerprint if isinstance(fingerprint, bytes) else fingerprint.digest
-        with self.database.write() as db:
-            return queries.mark_model_stale(db, digest, StaleReason.INCOMPATIBLE)
+        """Makes all checkpoints of a fingerprint STALE, and says how many. In batches, so that others write meanwhile;
+        interrupted, those that are marked are marked.
+
+        Raises:
+            DatabaseUnavailable: the database failed.
+        """
+        digest, n_marked = fingerprint if isinstance(fingerprint, bytes) else fingerprint.digest, 0
+        while True:
+            with self.database.write() as db:
+                marked = queries.mark_model_stale(db, digest, StaleReason.INCOMPATIBLE, _MARKED_AT_ONCE)
+            if not marked:
+                return n_marked
+            n_marked += marked

@@ -160,11 +160,8 @@ class Collector:
     def _mark(self, run_no: int, fence: int, batch: Sequence[Verdict], first: int) -> list[Verdict]:
         """One transaction: the rows of a batch that nothing happened to, and their record."""
         with self._database.write() as db:
-            _renew(db, fence)
-            numbers: set[int] = set()
-            for reason in sorted({v.stale_reason for v in batch}):
-                rows = [v.row for v in batch if v.stale_reason is reason]
-                numbers |= collecting.mark_untouched(db, rows, reason)
+            renew(db, fence)
+            numbers = collecting.mark_untouched(db, {v.row: v.stale_reason for v in batch})
             done = [v for v in batch if v.row.ckpt_no in numbers]
             coordination.add_run_items(db, run_no, first, [(_marked(v), "marked") for v in done])
             self._parts.hook("marked")
@@ -242,15 +239,17 @@ class Collector:
         """One transaction: the record of the batch before; the rows of this one deleted or marked. Says of each item whether
         its file may go.
         """
-        gone = [i for i in batch if i.kind is GcKind.MISSING and self._store.is_gone(i.path)]
+        missing = [i for i in batch if i.kind is GcKind.MISSING and self._store.is_gone(i.path)]
         stale = [i.row for i in batch if i.row and i.kind is not GcKind.MISSING]
         # Until the files are gone their bytes are in use, though no row counts them: a claim does.
         claim = secrets.token_bytes(32)
         with self._database.write() as db:
-            _renew(db, fence)
+            renew(db, fence)
             self._record(db, run_no, progress)
             named = collecting.known_paths(db, [i.path for i in batch if i.row is None])
-            marked = collecting.mark_untouched(db, [i.row for i in gone if i.row], StaleReason.MISSING)
+            # Pinned or leased: of a file that is gone nothing can be restored.
+            gone = {i.row.ckpt_no: i.path for i in missing if i.row}
+            marked = queries.mark_all_stale(db, gone, StaleReason.MISSING)
             deleted = collecting.delete_untouched(db, stale)
             results = [(item, _result(item, named, marked, deleted)) for item in batch]
             freeing = sum(item.size_bytes for item, result in results if result == "file" and item.row)
@@ -277,6 +276,9 @@ class Collector:
         if result != "file":
             return item, result, 0
         try:
+            if item.mtime_ns is None:  # a row without a file: one that is there by now is somebody else's
+                self._store.size(item.path)
+                return item, "deleted", 0
             if item.kind is GcKind.UNREADABLE and not item.path.startswith(QUARANTINE):
                 aside = self._store.quarantine(item.path, mtime_ns=item.mtime_ns)
                 return item, "skipped: it changed since the plan" if aside is None else f"quarantined as {aside}", 0
@@ -357,7 +359,7 @@ class Collector:
             )
 
 
-def _renew(db: Any, fence: int) -> None:
+def renew(db: Any, fence: int) -> None:
     """Puts off the lease's expiry, in the transaction of the work.
 
     Raises:
@@ -383,5 +385,5 @@ def _result(item: GcItem, named: set[str], marked: set[int], deleted: set[int]) 
     if item.row is None:
         return "skipped: a row names it now" if item.path in named else "file"
     if item.kind is GcKind.MISSING:
-        return "marked" if item.row.ckpt_no in marked else "skipped: used or back since the plan"
+        return "marked" if item.row.ckpt_no in marked else "skipped: back, or STALE, since the plan"
     return "file" if item.row.ckpt_no in deleted else "skipped: used, pinned, leased or needed by a delta"

@@ -17,8 +17,8 @@ _SECONDS_PER_TOKEN = 1e-3  # where nothing of a model was measured: all its rows
 
 
 class Columns:
-    """Candidates in order of their number. `parents` are the deltas among them: places of child and parent; `extensions` those
-    that go on from another one: the same, as columns.
+    """Candidates in order of their number. `parents` are the places of the deltas among them and of what each stands on,
+    `extensions` the places of those that go on from another one and of that.
     """
 
     def __init__(self) -> None:
@@ -70,8 +70,7 @@ class Columns:
         self.hit_count, self.model_no, self.label_no = column("hit_count"), column("model_no"), column("label_no")
         self.pinned, self.n_tokens = column("pinned") != 0, column("n_tokens")
         self._names = list(self._models), list(self._labels)
-        children, parents = self._both_here(*self._parent_nos)
-        self.parents = list(zip(children.tolist(), parents.tolist(), strict=True))
+        self.parents = self._both_here(*self._parent_nos)
         self.extensions = self._both_here(*self._extends_nos)
 
     def _both_here(self, places: array[int], numbers: array[int]) -> tuple[Numbers, Numbers]:
@@ -80,6 +79,13 @@ class Columns:
         first, after = (np.searchsorted(self.ckpt_no, named, side=side) for side in ("left", "right"))
         here = first < after
         return mine[here], first[here]
+
+    def deltas_first(self) -> list[tuple[int, int]]:
+        """The places of each delta and of what it stands on, deltas of a delta before it: a delta's number is above its
+        parent's.
+        """
+        children, parents = self.parents
+        return list(zip(children[::-1].tolist(), parents[::-1].tolist(), strict=True))
 
     def __len__(self) -> int:
         return len(self._int64["ckpt_no"])

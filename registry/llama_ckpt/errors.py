@@ -50,6 +50,12 @@ class DatabaseUnavailable(LlamaCkptError):
     exit_code = 6
 
 
+class CommitUnanswered(DatabaseUnavailable):
+    """the database {url} was lost while it committed, and may have done so: {reason}"""
+
+    exit_code = 23
+
+
 class Busy(LlamaCkptError):
     """another {what} is running (held by {holder} for another {seconds_left} s at most). Try again when it has ended."""
 

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from shlex import quote
 
 from llama_ckpt import formats
-from llama_ckpt.db import leases
 from llama_ckpt.disk import write_file
-from llama_ckpt.errors import BadInput, DatabaseUnavailable
+from llama_ckpt.errors import BadInput
 from llama_ckpt.flattening import whole_file
 from llama_ckpt.formats import container, engine_files
 from llama_ckpt.formats.ggml_types import ALL_TYPES, is_quantised
 from llama_ckpt.formats.kv_layout import KvState, Rows
 from llama_ckpt.parts import Parts
-from llama_ckpt.payloads import Cells, Reading, stored_cells
-from llama_ckpt.restoring import LEASE_S
+from llama_ckpt.payloads import Cells, stored_cells
 from llama_ckpt.values import Checkpoint
-
-log = logging.getLogger("llama_ckpt")
 
 _ROTATION = 64
 Pieces = tuple[bytes | memoryview, ...]
@@ -99,7 +92,7 @@ def export(parts: Parts, row: Checkpoint, target: Path, options: ExportOptions) 
         StoreFull, StoreUnavailable: it cannot be read or written.
         DatabaseUnavailable: the row cannot be leased.
     """
-    with _leased(parts, row), stored_cells(parts, row, Reading(row)) as (cells, file):
+    with stored_cells(parts, row) as (cells, file):
         pieces = _encoded(row, cells, file, options)
         size = write_file(target, pieces, replace=options.replace)
         how = _how_to_load(target, file.state, options)
@@ -112,24 +105,6 @@ def export(parts: Parts, row: Checkpoint, target: Path, options: ExportOptions) 
         size_bytes=size,
         how_to_load=how,
     )
-
-
-@contextmanager
-def _leased(parts: Parts, row: Checkpoint) -> Iterator[None]:
-    with parts.database.write() as db:
-        until = leases.lease(db, row, LEASE_S)
-    if until is None:
-        reason = f"it is STALE; bring it back with: llama-ckpt unprune {row.id}"
-        raise BadInput(what="checkpoint", value=row.id, reason=reason)
-    parts.hook("leased")
-    try:
-        yield
-    finally:
-        try:
-            with parts.database.write() as db:
-                leases.release(db, row, until)
-        except DatabaseUnavailable as error:  # it ends by itself
-            log.warning("the lease of checkpoint %s ends in %.0f s: %s", row.id, LEASE_S, error)
 
 
 def _encoded(row: Checkpoint, cells: Cells, file: formats.CheckpointFile, options: ExportOptions) -> Pieces:

@@ -9,11 +9,18 @@ from dataclasses import replace
 
 from llama_ckpt import admission, formats
 from llama_ckpt.db import prefixes, queries
-from llama_ckpt.errors import Conflict, LlamaCkptError, StoreUnavailable, UnsafePath
+from llama_ckpt.errors import (
+    CommitUnanswered,
+    Conflict,
+    DatabaseUnavailable,
+    LlamaCkptError,
+    StoreUnavailable,
+    UnsafePath,
+)
 from llama_ckpt.fingerprint import TokenIds, links_of
 from llama_ckpt.formats import container
 from llama_ckpt.parts import Parts
-from llama_ckpt.payloads import Cells, Reading, stored_cells
+from llama_ckpt.payloads import Cells, stored_cells
 from llama_ckpt.registering import SaveOptions, row_of
 from llama_ckpt.values import Checkpoint, NewCheckpoint
 
@@ -25,7 +32,7 @@ def flatten(parts: Parts, row: Checkpoint) -> None:
     interrupted, the row is as it was or whole, and at most a file without a row is left for gc.
     """
     parts.require_store()
-    with stored_cells(parts, row, Reading(row)) as (cells, file):
+    with stored_cells(parts, row) as (cells, file):
         head, header = whole_file(row, cells, file)
         options = SaveOptions(label=row.label, prefill_ms=row.prefill_ms)
         new = row_of(header, uuid.uuid4().hex, row.model_name, row.memory_kind, cells.token_ids, options)
@@ -33,6 +40,9 @@ def flatten(parts: Parts, row: Checkpoint) -> None:
             try:
                 parts.store.write(new.id, head, cells.state)
                 _name(parts, row, new, cells.token_ids)
+            except CommitUnanswered:  # the row may name either file: what it does not name is left for gc
+                if _path_now(parts, row) != new.file_path:
+                    raise
             except LlamaCkptError:
                 with contextlib.suppress(StoreUnavailable):
                     parts.store.remove(new.file_path)
@@ -42,6 +52,14 @@ def flatten(parts: Parts, row: Checkpoint) -> None:
         parts.store.remove(row.file_path)  # nothing, for a row that had no file
     except (StoreUnavailable, UnsafePath) as error:
         log.warning("a file that no row names is left for gc to collect: %s", error)
+
+
+def _path_now(parts: Parts, row: Checkpoint) -> str | None:
+    """The file that a row names; None where the database cannot say."""
+    with contextlib.suppress(DatabaseUnavailable):  # the caller tells the failure that led here
+        now = parts.database.query(lambda db: queries.by_number(db, row.ckpt_no))
+        return None if now is None else now.file_path
+    return None
 
 
 def whole_file(row: Checkpoint, cells: Cells, file: formats.CheckpointFile) -> tuple[bytes, container.Header]:

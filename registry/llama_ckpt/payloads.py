@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llama_ckpt import formats
+from llama_ckpt.db import leases
 from llama_ckpt.engine import HeldState
-from llama_ckpt.errors import CorruptFile, FileMissing, Incompatible
+from llama_ckpt.errors import BadInput, CorruptFile, DatabaseUnavailable, FileMissing, Incompatible
 from llama_ckpt.fingerprint import TokenIds, differences, fingerprint
 from llama_ckpt.formats import kv_edit, kv_values, legacy
 from llama_ckpt.formats.ggml_types import is_quantised
@@ -87,20 +88,39 @@ def cells_of(parts: Parts, engine: HeldState, row: Checkpoint, asked: Asked, rea
 
 
 @contextmanager
-def stored_cells(parts: Parts, row: Checkpoint, reading: Reading) -> Iterator[tuple[Cells, formats.CheckpointFile]]:
+def stored_cells(parts: Parts, row: Checkpoint) -> Iterator[tuple[Cells, formats.CheckpointFile]]:
     """All cells of a checkpoint as they are stored, inside the `with` only, and the last of its files. Of a delta joined, in the
-    dialect of that file.
+    dialect of that file. The row is leased meanwhile: nobody makes room by it.
 
     Raises:
+        BadInput: the row is STALE.
         FileMissing, UnsafePath, StoreUnavailable, CorruptFile, DatabaseUnavailable: as `cells_of`.
         Incompatible, Unsupported: the files of a delta are of dialects that cannot be made one.
     """
-    with ExitStack() as files:
-        members = _members(parts, row, row.n_tokens, files, reading)
+    with _leased(parts, row), ExitStack() as files:
+        members = _members(parts, row, row.n_tokens, files, Reading(row))
         last = members[-1].file
         stretches = [kv_edit.Stretch(_in_dialect(m.file, last.state.layout), m.row.start_token, m.end) for m in members]
         ids = np.concatenate([m.file.contents.token_ids[: m.end - m.row.start_token] for m in members])
         yield Cells(state=_gathered(stretches, members), token_ids=ids), last
+
+
+@contextmanager
+def _leased(parts: Parts, row: Checkpoint) -> Iterator[None]:
+    with parts.database.write() as db:
+        until = leases.lease(db, row)
+    if until is None:
+        reason = f"it is STALE; bring it back with: llama-ckpt unprune {row.id}"
+        raise BadInput(what="checkpoint", value=row.id, reason=reason)
+    parts.hook("leased")
+    try:
+        yield
+    finally:
+        try:
+            with parts.database.write() as db:
+                leases.release(db, row, until)
+        except DatabaseUnavailable as error:  # it ends by itself
+            log.warning("the lease of checkpoint %s ends in %.0f s: %s", row.id, leases.LEASE_S, error)
 
 
 def _in_dialect(file: formats.CheckpointFile, layout: Dialect) -> memoryview:

@@ -71,7 +71,8 @@ class Planner:
             findings=tuple(foreign),
             n_files=found.n_files,
             n_rows=found.n_rows,
-            waiting=tuple(found.waiting),
+            # What is due but not asked for waits as well, and is not forgotten.
+            waiting=(*found.waiting, *(ghost for ghost in found.ghosts if only is not None and ghost.kind not in only)),
         )
 
     def _compare(self, entries: Sequence[Entry]) -> _Found:
@@ -82,25 +83,28 @@ class Planner:
             seen = collecting.ghosts_seen(db)
             for row in collecting.stored_files(db):
                 found.n_rows += 1
-                there = unnamed.pop(row.file_path, None) is not None
+                entry = unnamed.pop(row.file_path, None)
                 if row.status == Status.STALE:
-                    found.stale += self._stale_item(row, found.now_us, there)
-                elif not there and row.file_size > 0:
+                    found.stale += self._stale_item(row, found.now_us, entry)
+                elif entry is None and row.file_size > 0:
                     found.missing += self._missing_item(row, found.now_us)
         for entry in unnamed.values():
             self._judge_ghost(entry, found, seen)
         return found
 
-    def _stale_item(self, row: StoredFile, now_us: int, there: bool) -> Iterator[GcItem]:
+    def _stale_item(self, row: StoredFile, now_us: int, entry: Entry | None) -> Iterator[GcItem]:
         age_s = (now_us - (row.stale_us or now_us)) / _S
         leased = row.lease_until_us is not None and row.lease_until_us > now_us
         # A file whose row says that it has none was about to be unlinked when its process was killed: nothing counts its bytes.
-        promised = there and row.file_size == 0
+        promised = entry is not None and row.file_size == 0
         if leased or row.pinned or (age_s < self._stale_grace_s and not promised):
             return
-        unreadable = there and row.stale_reason == StaleReason.CORRUPT
+        mtime_ns = None if entry is None else entry.mtime_ns
+        if entry is None and row.file_size > 0 and not self._store.is_gone(row.file_path):
+            mtime_ns = self._store.modified_ns(row.file_path)  # it came after the walk
+        unreadable = entry is not None and row.stale_reason == StaleReason.CORRUPT
         kind = GcKind.UNREADABLE if unreadable else GcKind.STALE
-        yield _item(row, kind, f"STALE: {row.stale_reason}", age_s, row.file_size)
+        yield _item(row, kind, f"STALE: {row.stale_reason}", age_s, row.file_size, mtime_ns)
 
     def _missing_item(self, row: StoredFile, now_us: int) -> Iterator[GcItem]:
         # A file that was saved after the walk is not in it: the file itself decides.
@@ -164,9 +168,18 @@ class Planner:
             raise EvidenceRefused(evidence=evidence, registry_id=self._parts.registry_id)
 
 
-def _item(row: StoredFile, kind: GcKind, reason: str, age_s: float, size_bytes: int) -> GcItem:
-    seen = SeenRow(row.ckpt_no, row.id, row.last_used_us, row.hit_count)
-    return GcItem(kind=kind, path=row.file_path, reason=reason, size_bytes=size_bytes, age_s=age_s, row=seen)
+def _item(
+    row: StoredFile, kind: GcKind, reason: str, age_s: float, size_bytes: int, mtime_ns: int | None = None
+) -> GcItem:
+    return GcItem(
+        kind=kind,
+        path=row.file_path,
+        reason=reason,
+        size_bytes=size_bytes,
+        age_s=age_s,
+        row=SeenRow(row.ckpt_no, row.id, row.last_used_us, row.hit_count),
+        mtime_ns=mtime_ns,
+    )
 
 
 def _ghost(entry: Entry, kind: GcKind, reason: str, age_s: float) -> GcItem:

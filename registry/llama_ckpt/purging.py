@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector import Collector, renew
 from llama_ckpt.db import collecting, coordination
 from llama_ckpt.errors import BadInput, CorruptFile, StoreUnavailable, UnsafePath
 from llama_ckpt.formats import container
@@ -16,6 +16,11 @@ from llama_ckpt.parts import Parts
 
 _CLAIM_S = 600.0
 _HOLDER = f"purge on {socket.gethostname()[:60]}"
+
+
+# In one transaction: others write in between.
+_AT_ONCE = 2000
+Row = tuple[SeenRow, str]  # with the path of its file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,7 @@ class Purger:
         self._parts = parts
         self._database, self._store = parts.database, parts.store
 
-    def plan(self, purge: Purge) -> list[tuple[SeenRow, str]]:
+    def plan(self, purge: Purge) -> list[Row]:
         """The rows that would go, with their files' paths, deltas before what they need. Reads only.
 
         Raises:
@@ -75,14 +80,14 @@ class Purger:
             DatabaseUnavailable: the database failed.
         """
         self._parts.require_store()
-        with Collector(self._parts).only_run():
+        with Collector(self._parts).only_run() as fence:
             claim = secrets.token_bytes(32)
-            rows = self._condemn(purge, claim)
+            rows = self._condemn(purge, claim, fence)
             self._parts.hook("rows condemned")
             freed = self._unlink([path for _, path in rows])
             self._parts.hook("files deleted")
+            self._delete(rows, fence)
             with self._database.write() as db:
-                collecting.delete_rows(db, [row.ckpt_no for row, _ in rows])
                 coordination.drop_claim(db, claim, _HOLDER)
             self._parts.hook("rows deleted")
             paths = list(self._ghosts(purge))
@@ -94,18 +99,26 @@ class Purger:
             n_rows=len(rows), n_files=sum(map(bool, freed)), n_ghosts=len(ghosts), freed_bytes=sum(freed) + sum(ghosts)
         )
 
-    def _condemn(self, purge: Purge, claim: bytes) -> list[tuple[SeenRow, str]]:
-        """The rows, of which nobody makes use from here on. A claim counts their bytes until they are freed."""
-        seen: set[int] = set()
+    def _condemn(self, purge: Purge, claim: bytes, fence: int) -> list[Row]:
+        """The rows, deltas before what they stand on, of which nobody makes use from here on. A claim counts their bytes until
+        they are freed.
+        """
+        rows: dict[int, Row] = {}
         n_bytes = 0
-        with self._database.write() as db:
-            rows = collecting.purgeable(db, purge.input_hash, purge.label, purge.model_name)
-            while more := {row.ckpt_no for row, _ in rows} - seen:  # a delta may be added until its parent is STALE
-                n_bytes += collecting.condemn(db, sorted(more))
-                seen |= more
-                rows = collecting.purgeable(db, purge.input_hash, purge.label, purge.model_name)
-            coordination.take_claim(db, claim, _HOLDER, n_bytes, _CLAIM_S)
-        return rows
+        while more := [row for row in self.plan(purge) if row[0].ckpt_no not in rows]:  # a delta may be added meanwhile
+            for some in _batches(more):
+                with self._database.write() as db:
+                    renew(db, fence)
+                    n_bytes += collecting.condemn(db, [row.ckpt_no for row, _ in some])
+                    coordination.take_claim(db, claim, _HOLDER, n_bytes, _CLAIM_S)
+                rows |= {row[0].ckpt_no: row for row in some}
+        return [rows[number] for number in sorted(rows, reverse=True)]
+
+    def _delete(self, rows: Sequence[Row], fence: int) -> None:
+        for some in _batches(rows):
+            with self._database.write() as db:
+                renew(db, fence)
+                collecting.delete_rows(db, [row.ckpt_no for row, _ in some])
 
     def _unlink(self, paths: Sequence[str]) -> list[int]:
         """Deletes files and gives their bytes. One that cannot be deleted stops none of the others, and is told then."""
@@ -152,3 +165,7 @@ class Purger:
                 f"{len(left)} file(s) are still there, such as {left[0]}: was it saved again meanwhile? Purge again"
             )
             raise StoreUnavailable(path=self._store.root, reason=reason)
+
+
+def _batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    return (rows[at : at + _AT_ONCE] for at in range(0, len(rows), _AT_ONCE))

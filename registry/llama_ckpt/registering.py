@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 from llama_ckpt.db import collecting, prefixes, queries
 from llama_ckpt.engine import HeldState
-from llama_ckpt.errors import BadInput, Conflict, DatabaseUnavailable, StoreUnavailable, UnsafePath
+from llama_ckpt.errors import (
+    BadInput,
+    CommitUnanswered,
+    Conflict,
+    DatabaseUnavailable,
+    FileMissing,
+    StoreUnavailable,
+    UnsafePath,
+)
 from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import TokenIds, links_of, tokens_hash
 from llama_ckpt.formats import container
@@ -77,9 +85,31 @@ def usable(parts: Parts, digest: bytes, of_input: bytes) -> Checkpoint | None:
         StoreUnavailable, DatabaseUnavailable: they cannot say.
     """
     row = parts.database.query(lambda db: queries.find_active(db, digest, of_input))
-    if row is None:
+    return row if row is not None and _is_whole(parts, row) else None
+
+
+def renewed(parts: Parts, digest: bytes, of_input: bytes, options: SaveOptions) -> Checkpoint | None:
+    """The row of this input whose time is over, if deltas that are offered stand on it: it gets the time of this save, and
+    keeps its file. To make it STALE for a new one would take the deltas along.
+
+    Raises:
+        StoreUnavailable, DatabaseUnavailable: they cannot say.
+    """
+    row = parts.database.query(lambda db: queries.find_expired(db, digest, of_input))
+    if row is None or not _is_whole(parts, row):
         return None
-    return row if all(_has_its_file(parts, one) for one in parts.chain(row)) else None
+    with parts.database.write() as db:
+        if not queries.renew(db, row, options.expires_in_s):
+            return None
+        return queries.get(db, row.id)
+
+
+def _is_whole(parts: Parts, row: Checkpoint) -> bool:
+    """Whether the files of a row and of those that it stands on are there in full; one that fails this is made STALE."""
+    try:
+        return all(_has_its_file(parts, one) for one in parts.chain(row))
+    except FileMissing:  # purged at this moment
+        return False
 
 
 def _has_its_file(parts: Parts, row: Checkpoint) -> bool:
@@ -133,10 +163,6 @@ def model_of(engine: HeldState) -> RegisteredModel:
     )
 
 
-class _CommitUnanswered(Exception):  # noqa: N818 - never leaves this module
-    """The connection was lost while the commit was under way: the row may be there, or may yet come."""
-
-
 def register(
     parts: Parts, model: RegisteredModel, new: NewCheckpoint, token_ids: TokenIds, old: Checkpoint | None = None
 ) -> Checkpoint:
@@ -156,14 +182,14 @@ def register(
                 conflict = error
                 theirs = usable(parts, new.fingerprint, new.input_hash)
                 if theirs is not None and (old is None or theirs.id != old.id):
-                    _discard(parts, new)
+                    if theirs.id != new.id:  # else somebody gave our own file its row
+                        _discard(parts, new)
                     return theirs
         raise conflict
-    except _CommitUnanswered as lost:
-        row = _ask_again(parts, new)
-        if row is None and lost.__cause__ is not None:
-            raise lost.__cause__ from None
-        return row  # type: ignore[return-value] # the cause is always there
+    except CommitUnanswered:
+        if (row := _ask_again(parts, new)) is None:
+            raise
+        return row
     except Exception:
         _discard(parts, new)
         raise
@@ -175,26 +201,17 @@ def _insert(
     """One try at the row with its links. The file is made young before, and looked for after the INSERT: a process that slept
     between its rename and here may have lost it to gc.
     """
-    committing = False
-    try:
-        if new.file_size:
-            parts.store.touch(new.file_path)
-        with parts.database.write() as db:
-            queries.expire_due(db, new.fingerprint, new.input_hash)
-            if old is not None:
-                queries.mark_stale(db, old, StaleReason.SUPERSEDED)
-            queries.put_model(db, model)
-            row = queries.insert_checkpoint(db, new)
-            prefixes.link(db, links_of(row, token_ids, parts.block_size))
-            parts.hook("inserted")
-            if new.file_size and parts.store.size(new.file_path) != new.file_size:
-                raise StoreUnavailable(path=new.file_path, reason="it was collected while it was saved; save again")
-            committing = True
-        parts.hook("committed")
-    except DatabaseUnavailable as error:
-        if committing:
-            raise _CommitUnanswered from error
-        raise
+    if new.file_size:
+        parts.store.touch(new.file_path)
+    with parts.database.write() as db:
+        queries.make_way(db, new.fingerprint, new.input_hash, new.parent_no, old)
+        queries.put_model(db, model)
+        row = queries.insert_checkpoint(db, new)
+        prefixes.link(db, links_of(row, token_ids, parts.block_size))
+        parts.hook("inserted")
+        if new.file_size and parts.store.size(new.file_path) != new.file_size:
+            raise StoreUnavailable(path=new.file_path, reason="it was collected while it was saved; save again")
+    parts.hook("committed")
     return row
 
 
@@ -225,7 +242,7 @@ def register_orphan(parts: Parts, model: RegisteredModel, new: NewCheckpoint, to
     """
     parts.store.touch(new.file_path)  # gc takes it for fresh until the row is there
     with parts.database.write() as db:
-        queries.expire_due(db, new.fingerprint, new.input_hash)
+        queries.make_way(db, new.fingerprint, new.input_hash, new.parent_no)
         queries.put_model(db, model)
         row = queries.insert_checkpoint(db, new)
         prefixes.link(db, links_of(row, token_ids, parts.block_size))

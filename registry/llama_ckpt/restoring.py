@@ -33,7 +33,6 @@ from llama_ckpt.values import Checkpoint, MatchResult, MergeResult, Outcome, Res
 
 log = logging.getLogger("llama_ckpt")
 
-LEASE_S = 60.0
 _MORE_TRIES = 3
 
 
@@ -228,7 +227,7 @@ def _leased(parts: Parts, row: Checkpoint) -> Iterator[Reading]:
         Incompatible: it is not ACTIVE any more.
     """
     with parts.database.write() as db:
-        until = leases.lease(db, row, LEASE_S)
+        until = leases.lease(db, row)
     if until is None:
         raise Incompatible(reason=f"checkpoint {row.id} went STALE at this moment")
     parts.hook("leased")

@@ -205,9 +205,9 @@ def _rank_in_group(groups: Numbers) -> Numbers:
 
 
 def parents_of(table: Columns, children: Mask) -> Mask:
-    """All rows that rows of `children` need, directly or not. A delta's number is above its parent's, so one pass does."""
+    """All rows that rows of `children` need, directly or not."""
     needed = np.zeros(len(table), dtype=np.bool_)
-    for child, parent in reversed(table.parents):
+    for child, parent in table.deltas_first():
         if children[child] or needed[child]:
             needed[parent] = True
     return needed
@@ -270,7 +270,7 @@ def superseded(table: Columns, living: Mask) -> Mask:
     n_living = np.bincount(shorter[living[longer]], minlength=len(table))
     n_lasting = np.bincount(shorter[takes_over[longer] & alike], minlength=len(table))
     found: Mask = living & (n_living == 1) & (n_lasting == 1)
-    for child, parent in reversed(table.parents):
+    for child, parent in table.deltas_first():
         if living[child] and not found[child]:
             found[parent] = False
     return found
@@ -286,7 +286,7 @@ def first_to_go(table: Columns, policy: Policy, now_us: int, early: Mask) -> Num
     for over, under in zip(longer[early[shorter]].tolist(), shorter[early[shorter]].tolist(), strict=True):
         key[over], used[over] = max(key[over], key[under]), max(used[over], used[under])
     key = np.where(early, table.n_tokens, key)
-    for child, parent in reversed(table.parents):
+    for child, parent in table.deltas_first():
         if early[child] == early[parent]:
             key[parent] = max(key[parent], key[child])
             used[parent] = max(used[parent], used[child])

@@ -20,7 +20,7 @@ from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash, text_bytes, tokens_hash
 from llama_ckpt.formats import container, kv_edit, kv_state
 from llama_ckpt.parts import Parts
-from llama_ckpt.registering import SaveOptions, claim_store, clean_name, model_of, register, usable
+from llama_ckpt.registering import SaveOptions, claim_store, clean_name, model_of, register, renewed, usable
 from llama_ckpt.values import Checkpoint, MemoryKind, NewCheckpoint, SaveOutcome, SaveResult
 
 log = logging.getLogger("llama_ckpt")
@@ -32,7 +32,8 @@ def save(
     """As `Registry.save`. `instead_of` is a row that a restore found of no use to this engine: it is superseded."""
     started = time.perf_counter()
     of_input = input_hash(given)
-    row, old = usable(parts, engine.fingerprint.digest, of_input), None
+    digest = engine.fingerprint.digest
+    row, old = usable(parts, digest, of_input) or renewed(parts, digest, of_input, options), None
     if row is not None and not _stands_for(row, engine, given, instead_of):
         row, old = None, row
     if row is not None:

@@ -25,6 +25,7 @@ from apscheduler.schedulers.background import BackgroundScheduler
 
 from llama_ckpt.collector import Collector, never
 from llama_ckpt.db import schedules as rows
+from llama_ckpt.db.types import stored_text
 from llama_ckpt.errors import Busy, Conflict, DatabaseUnavailable, LlamaCkptError
 from llama_ckpt.gc_values import Sweep
 from llama_ckpt.parts import Parts
@@ -106,7 +107,7 @@ class CollectorSchedule:
         on_run: OnRun | None = None,
     ) -> None:
         self.holder = holder_of(parts, name)
-        self.spec = rows.stored_text(trigger.spec, rows.SPEC_CHARS)
+        self.spec = stored_text(trigger.spec, rows.SPEC_CHARS)
         self._parts = parts
         self._policy = policy
         self._trigger = trigger
@@ -294,7 +295,7 @@ def holder_of(parts: Parts, name: str | None = None, prefix: str = "") -> str:
     """What a schedule's row is found by after a restart: its name, else host and store. A long one is cut, with a hash of the
     whole.
     """
-    whole = rows.stored_text(prefix + (name or f"{socket.gethostname()[:60]}:{parts.store.root}"), 10_000)
+    whole = stored_text(prefix + (name or f"{socket.gethostname()[:60]}:{parts.store.root}"), 10_000)
     if len(whole) <= _HOLDER_CHARS:
         return whole
     mark = hashlib.sha256(whole.encode()).hexdigest()[:12]
@@ -327,7 +328,7 @@ def _collect(parts: Parts, policy: Policy, next_at: datetime | None, stopped: Ca
 def _tell(run: ScheduledRun) -> None:
     then = "" if run.next_us is None else f"; next run {_shown(datetime.fromtimestamp(run.next_us / _S, UTC))}"
     failed = not run.busy and (run.sweep is None or run.sweep.n_failed)
-    told = rows.stored_text(run.result, 10_000)  # a path may be no text that a log can take
+    told = stored_text(run.result, 10_000)  # a path may be no text that a log can take
     log.log(logging.WARNING if failed else logging.INFO, "collector: %s%s", told, then)
 
 

@@ -182,7 +182,8 @@ class _Warming:
     def _save(self, given: Input, options: SaveOptions, failed: RestoreResult | None) -> SaveResult | None:
         self.flight.renew(at_once=True)
         try:
-            no_use = None if failed is None else failed.checkpoint
+            # What failed for the moment may be whole: only what was seen to be of no use is superseded.
+            no_use = failed.checkpoint if failed is not None and failed.outcome is Outcome.NO_MATCH else None
             return saving.save(self._parts, self._engine, given, options, instead_of=no_use)
         except LlamaCkptError as error:
             self.problem = error  # the caller's to tell: it is in the result

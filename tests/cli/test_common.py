@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from llama_ckpt import __version__
 from llama_ckpt.errors import BadInput, NotFound
 from llama_ckpt.registry import Registry
+from llama_ckpt_cli.session import GRACES, LIMITS
 
+DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 FORMS = [["--json"], ["--quiet"], ["-q"], []]
 
 
@@ -27,6 +31,18 @@ def test_help_describes_every_command(run, leaf, click_command):
 def test_every_option_and_argument_of_every_command_is_described(leaf, click_command):
     for parameter in click_command.params:
         assert parameter.help, f"{' '.join(leaf)} {parameter.name}"
+
+
+def test_every_option_of_every_command_stands_in_the_documentation(leaf, click_command):
+    section = DOCS.read_text(encoding="utf-8").partition("\n## Options of each command\n")[2].partition("\n## ")[0]
+    row = next((line for line in section.splitlines() if line.startswith(f"| `{' '.join(leaf)}` |")), "")
+    told = set(re.findall(r"`(--[a-z-]+)", row))
+    if "limit of the policy" in row or "the policy as" in row:
+        told |= {f"--{name.replace('_', '-')}" for name in LIMITS}
+    if "the policy as" in row:
+        told |= {f"--{name.replace('_', '-')}" for name in GRACES}
+    there = {name for p in click_command.params for name in p.opts if name.startswith("--")}
+    assert there - {"--database-url", "--store", "--json", "--quiet", "--help"} == told
 
 
 def test_every_command_takes_the_four_common_options(run, leaf):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+from dataclasses import replace
 
 import pytest
 import sqlalchemy as sa
-from support.sample_engine import SampleEngine
+from support.sample_engine import SampleEngine, TokenEngine
 
 from llama_ckpt.collector import Collector
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
-from llama_ckpt.errors import Conflict, DatabaseUnavailable, StoreFull, StoreUnavailable
+from llama_ckpt.errors import CommitUnanswered, Conflict, DatabaseUnavailable, StoreFull, StoreUnavailable
 from llama_ckpt.purging import Purge, Purger
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
@@ -71,6 +72,53 @@ def test_a_read_error_of_the_moment_gives_failed_and_the_same_row_hits_later(
     now = registry.get(saved.id)
     assert (now.status, now.lease_until_us) == (Status.ACTIVE, None)
     assert registry.restore(engine, "one").outcome is Outcome.HIT
+
+
+@pytest.mark.parametrize("fault", ["disk", "database"])
+def test_a_warm_that_meets_a_fault_of_the_moment_leaves_the_checkpoint_and_what_stands_on_it(
+    registry, monkeypatch, fault
+):
+    engine, story = TokenEngine(), list(range(100, 140))
+    rows = []
+    for ids in (story, [*story, 7, 8]):
+        engine.evaluate(ids)
+        rows.append(registry.save(engine, ids).checkpoint)
+
+    def broken(*_args, **_kw):
+        raise (
+            OSError(errno.EIO, "told by the system")
+            if fault == "disk"
+            else sa.exc.OperationalError("", {}, Exception())
+        )
+
+    engine.evaluate([1])
+    with monkeypatch.context() as patch:
+        patch.setattr("llama_ckpt.files.os.open" if fault == "disk" else "llama_ckpt.db.leases.lease", broken)
+        warmed = registry.warm(engine, story)
+    assert warmed.restore.outcome is Outcome.FAILED
+    assert warmed.n_evaluated == len(story)
+    assert [registry.get(row.id).status for row in rows] == [Status.ACTIVE] * 2
+    assert registry.restore(engine, story).checkpoint.id == rows[0].id
+
+
+def test_a_head_of_which_a_part_cannot_be_read_at_this_moment_is_not_taken_for_damaged(registry, monkeypatch):
+    engine, story = TokenEngine(), list(range(100, 140))
+    engine.evaluate(story)
+    row = registry.save(engine, story).checkpoint
+    real, reads = os.read, []
+
+    def first_page_only(fd, n_bytes):
+        reads.append(n_bytes)
+        if len(reads) > 1:
+            raise OSError(errno.EIO, "told by the system")
+        return real(fd, 100)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("llama_ckpt.disk.os.read", first_page_only)
+        found = registry.match([*story[:30], 1, 2], fingerprint=engine.fingerprint)
+    assert found.outcome is Outcome.FAILED
+    assert registry.get(row.id).status is Status.ACTIVE
+    assert registry.match([*story[:30], 1, 2], fingerprint=engine.fingerprint).outcome is Outcome.HIT
 
 
 @pytest.fixture
@@ -135,8 +183,26 @@ def test_a_row_that_cannot_be_written_takes_its_file_along(registry, engine, mon
     assert (registry.list(), files_in(registry)) == ([], [])
 
 
+def test_a_commit_that_is_refused_takes_the_file_along(registry, engine):
+    """As of a full disk: SQLite says so at the commit. A server whose connection lives has answered, too."""
+    registry.save(engine, "zero")
+
+    def refuse(_connection):
+        raise sa.exc.OperationalError("COMMIT", {}, Exception("database or disk is full"))
+
+    def in_time(step):
+        if step == "inserted":
+            sa.event.listen(registry.database._engine, "commit", refuse)
+
+    saver = Registry(replace(registry.parts, hook=in_time))
+    with pytest.raises(DatabaseUnavailable, match="disk is full"):
+        saver.save(engine, "one")
+    sa.event.remove(registry.database._engine, "commit", refuse)
+    assert len(registry.list()) == len(files_in(registry)) == 1
+
+
 def test_a_commit_whose_answer_was_lost_counts_as_saved(database_url, tmp_path, engine):
-    lost = DatabaseUnavailable(url="x", reason="the connection was lost after the commit")
+    lost = CommitUnanswered(url="x", reason="the connection was lost after the commit")
     with Registry.open(database_url, tmp_path / "store", hook=failing_hook("committed", lost)) as registry:
         result = registry.save(engine, "one")
         assert result.outcome is SaveOutcome.SAVED
@@ -170,7 +236,7 @@ def test_a_commit_without_an_answer_keeps_its_file_whatever_became_of_the_row(
     def lose(step):
         if step == "committed":
             lost_connection(monkeypatch)
-            raise DatabaseUnavailable(url="", reason="lost while it was committed")
+            raise CommitUnanswered(url="", reason="lost while it was committed")
 
     with Registry.open(database_url, tmp_path / "store", hook=lose) as registry:
         with pytest.raises(DatabaseUnavailable, match="lost while it was committed"):
@@ -247,9 +313,9 @@ def test_a_checkpoint_that_goes_stale_between_match_and_lease_is_no_match(regist
 
     real = leases.lease
 
-    def too_late(db, row, seconds):
+    def too_late(db, row):
         queries.mark_stale(db, row, StaleReason.REMOVED)
-        return real(db, row, seconds)
+        return real(db, row)
 
     monkeypatch.setattr("llama_ckpt.db.leases.lease", too_late)
     back = registry.restore(engine, "one")

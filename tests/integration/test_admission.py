@@ -247,12 +247,12 @@ def test_a_checkpoint_that_is_used_at_this_moment_stays_and_another_goes(registr
     old, new = two
     real, used = collecting.mark_untouched, []
 
-    def use_first(db, rows, reason):
+    def use_first(db, rows):
         if not used:
             used.extend(rows)
             later = meta.c.last_used_us + 2 * HOUR_US
             db.execute(sa.update(meta).where(meta.c.id == old.id).values(last_used_us=later, hit_count=1))
-        return real(db, rows, reason)
+        return real(db, rows)
 
     with monkeypatch.context() as patch:
         patch.setattr(collecting, "mark_untouched", use_first)

@@ -223,7 +223,7 @@ def test_a_file_that_comes_back_between_plan_and_run_keeps_its_row(registry, eng
     path.unlink()
     plan = plan_now(collector)
     path.write_bytes(data)
-    assert [r for _, r in collector.run(plan).done] == ["skipped: used or back since the plan"]
+    assert [r for _, r in collector.run(plan).done] == ["skipped: back, or STALE, since the plan"]
     assert registry.restore(engine, "one").outcome is Outcome.HIT
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import replace
 
@@ -13,12 +14,15 @@ from support.sample_engine import TokenEngine
 
 from llama_ckpt.collector import Collector
 from llama_ckpt.db import queries
+from llama_ckpt.db.connect import Database
+from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_info
-from llama_ckpt.errors import BadInput, Conflict, StoreFull
+from llama_ckpt.errors import BadInput, CommitUnanswered, Conflict, StoreFull
+from llama_ckpt.gc_values import GcKind
 from llama_ckpt.mending import Mender
 from llama_ckpt.purging import Purge, Purger
 from llama_ckpt.registry import Registry
-from llama_ckpt.retention import Policy
+from llama_ckpt.retention import Order, Policy
 from llama_ckpt.values import MatchResult, Outcome, SaveOutcome, StaleReason, Status
 from llama_ckpt.verify import Verifier, all_ok
 
@@ -188,6 +192,46 @@ def test_a_longer_and_a_shorter_input_are_served_from_a_delta(blocks_of_four, en
     assert (back.outcome, back.n_restored, back.n_evaluated) == (Outcome.HIT, 44, 1)
 
 
+# -- time ------------------------------------------------------------------------------------------------------------------
+
+
+def expire(registry, row):
+    with registry.database.write() as db:
+        db.execute(sa.update(meta).where(meta.c.id == row.id).values(expires_us=1))
+
+
+def test_an_input_whose_time_is_over_is_renewed_where_deltas_stand_on_it(blocks_of_four, engine, save):
+    story = save(STORY, expires_in_s=60).checkpoint
+    delta = save([*STORY, 7, 8]).checkpoint
+    expire(blocks_of_four, story)
+    again = save(STORY, expires_in_s=3600)
+    assert (again.outcome, again.checkpoint.id, again.bytes_written) == (SaveOutcome.DEDUPLICATED, story.id, 0)
+    assert again.checkpoint.expires_us > story.expires_us
+    assert restored(blocks_of_four, engine, STORY).checkpoint.id == story.id
+    assert restored(blocks_of_four, engine, [*STORY, 7, 8]).checkpoint.id == delta.id
+    expire(blocks_of_four, story)
+    assert save(STORY).checkpoint.expires_us is None
+
+
+def test_an_input_whose_time_is_over_is_saved_anew_where_nothing_stands_on_it(blocks_of_four, save):
+    story = save(STORY, expires_in_s=60).checkpoint
+    expire(blocks_of_four, story)
+    again = save(STORY)
+    assert (again.outcome, again.checkpoint.id != story.id) == (SaveOutcome.SAVED, True)
+    assert blocks_of_four.get(story.id).stale_reason is StaleReason.EXPIRED
+
+
+def test_an_input_whose_time_is_over_and_whose_file_is_damaged_is_saved_anew(blocks_of_four, engine, save):
+    story = save(STORY, expires_in_s=60).checkpoint
+    delta = save([*STORY, 7, 8]).checkpoint
+    expire(blocks_of_four, story)
+    with path(blocks_of_four, story).open("r+b") as file:
+        file.truncate(4096)
+    assert save(STORY).outcome is SaveOutcome.SAVED
+    assert blocks_of_four.get(delta.id).stale_reason is StaleReason.CORRUPT
+    assert restored(blocks_of_four, engine, STORY).outcome is Outcome.HIT
+
+
 # -- removing, pruning, flattening -----------------------------------------------------------------------------------------------
 
 
@@ -203,6 +247,21 @@ def test_a_parent_stays_while_a_delta_needs_it_until_that_is_flattened(blocks_of
     back = restored(blocks_of_four, engine, [*STORY, 7, 8])
     assert (back.outcome, back.checkpoint.id) == (Outcome.HIT, delta.id)
     assert blocks_of_four.flatten(delta.id) == blocks_of_four.get(delta.id)
+
+
+def test_gc_marks_what_lost_its_file_though_pinned_and_needed_and_the_deltas_on_it(blocks_of_four, save):
+    story = save(STORY).checkpoint
+    delta = save([*STORY, 7, 8]).checkpoint
+    blocks_of_four.pin(story.id)
+    path(blocks_of_four, story).unlink()
+    collector = Collector(blocks_of_four.parts)
+    assert [(item.kind, result) for item, result in collector.run(collector.plan()).done] == [
+        (GcKind.MISSING, "marked")
+    ]
+    for row in (story, delta):
+        now = blocks_of_four.get(row.id)
+        assert (now.status, now.stale_reason) == (Status.STALE, StaleReason.MISSING)
+    assert collector.plan().items == ()
 
 
 def test_a_row_without_a_file_and_one_in_the_middle_of_a_chain_can_be_flattened(blocks_of_four, engine, save):
@@ -233,6 +292,47 @@ def test_a_flatten_beyond_the_budget_is_refused_and_leaves_the_delta(blocks_of_f
         Registry(tight).flatten(delta.id)
     assert blocks_of_four.get(delta.id) == delta
     assert restored(blocks_of_four, engine, [*STORY, 7]).outcome is Outcome.HIT
+
+
+def test_a_flatten_makes_no_room_by_what_it_flattens(blocks_of_four, engine, save):
+    story = save(STORY).checkpoint
+    delta = save([*STORY, 7]).checkpoint
+    policy = Policy(max_bytes=story.file_size + delta.file_size + 3 * 4096, order=Order.LRU)
+    with pytest.raises(StoreFull, match="max_bytes"):
+        Registry(replace(blocks_of_four.parts, policy=policy)).flatten(delta.id)
+    assert restored(blocks_of_four, engine, [*STORY, 7]).checkpoint.id == delta.id
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["committed", "not committed"])
+def test_a_flatten_whose_commit_got_no_answer_keeps_the_file_that_the_row_names(
+    blocks_of_four, engine, save, monkeypatch, kept, left_in_store
+):
+    save(STORY)
+    delta = save([*STORY, 7]).checkpoint
+    real, named = Database.write, []
+
+    @contextlib.contextmanager
+    def unanswered(self):
+        with contextlib.ExitStack() as stack:
+            db = stack.enter_context(real(self))
+            yield db
+            if named and not kept:
+                db.rollback()
+            if not named:
+                return
+        named.clear()
+        raise CommitUnanswered(url="", reason="lost")
+
+    parts = replace(blocks_of_four.parts, hook=lambda step: named.append(step) if step == "named" else None)
+    with monkeypatch.context() as patch:
+        patch.setattr(Database, "write", unanswered)
+        if kept:
+            assert Registry(parts).flatten(delta.id).parent_no is None
+        else:
+            with pytest.raises(CommitUnanswered):
+                Registry(parts).flatten(delta.id)
+            left_in_store.add("orphan")
+    assert restored(blocks_of_four, engine, [*STORY, 7]).checkpoint.id == delta.id
 
 
 def test_who_goes_stale_while_it_is_flattened_leaves_no_file_behind(blocks_of_four, save):

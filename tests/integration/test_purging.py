@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import sqlalchemy as sa
-from support.sample_engine import SampleEngine
+from support.sample_engine import SampleEngine, TokenEngine
 from support.whole import checkpoint_bytes
 
 from llama_ckpt.collector import Collector
@@ -106,6 +106,19 @@ def nothing_is_left_but(registry, *rows):
 
 
 # -- what goes ------------------------------------------------------------------------------------------------------------
+
+
+def test_many_rows_go_in_batches_and_deltas_before_what_they_stand_on(registry, kept, monkeypatch):
+    engine = TokenEngine()
+    for n_tokens in (40, 80, 120, 160, 200):
+        engine.evaluate(list(range(n_tokens)))
+        registry.save(engine, list(range(n_tokens)), label="story")
+    monkeypatch.setattr("llama_ckpt.purging._AT_ONCE", 2)
+    report = Purger(registry.parts).run(Purge(label="story"))
+    assert (report.n_rows, report.n_files) == (5, 5)
+    assert [row.id for row in registry.list()] == [kept.id]
+    with registry.database.read() as db:
+        assert db.execute(sa.select(save_claim).where(save_claim.c.reserved_bytes > 0)).first() is None
 
 
 def test_the_checkpoints_of_an_input_go_whatever_their_model_and_status(registry, engine, other_model, kept, purger):

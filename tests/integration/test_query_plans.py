@@ -105,6 +105,6 @@ def test_a_walk_would_be_noticed(sqlite_registry, engine, statements, tmp_path):
     rows = [SeenRow.of(sqlite_registry.save(engine, f"input {n}").checkpoint) for n in range(2)]
     with sqlite_registry.database.write() as db:
         db.exec_driver_sql("CREATE INDEX by_status ON llama_checkpoint_meta (status, last_used_us)")
-        assert collecting.mark_untouched(db, rows, StaleReason.EVICTED)
+        assert collecting.mark_untouched(db, dict.fromkeys(rows, StaleReason.EVICTED))
     with sqlite3.connect(tmp_path / "r.sqlite3") as database:
         assert any("by_status" in walk for walk in statements.walks(database))

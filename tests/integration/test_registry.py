@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from support import samples
-from support.sample_engine import NOTHING, SampleEngine
+from support.sample_engine import NOTHING, SampleEngine, TokenEngine
 
 from llama_ckpt.collector import Collector
+from llama_ckpt.db import queries
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import BadInput, EngineStateMismatch, EvidenceRefused, NotFound, StoreUnavailable
 from llama_ckpt.formats.kv_layout import Dialect
@@ -363,6 +364,26 @@ def test_a_checkpoint_reported_bad_is_not_offered_again_and_saved_anew(registry,
     assert registry.report_bad(saved.id).stale_reason is StaleReason.CORRUPT
     assert registry.match("one").outcome is Outcome.NO_MATCH
     assert registry.save(engine, "one").outcome is SaveOutcome.SAVED
+
+
+def test_invalidate_takes_rows_in_batches_and_deltas_before_what_they_stand_on(registry, monkeypatch):
+    engine = TokenEngine()
+    for n_tokens in (40, 80, 120, 160, 200):
+        engine.evaluate(list(range(n_tokens)))
+        registry.save(engine, list(range(n_tokens)))
+    monkeypatch.setattr("llama_ckpt.catalogue._MARKED_AT_ONCE", 2)
+    seen, real = [], queries.mark_model_stale
+
+    def between(db, *given):
+        rows = {row.ckpt_no: row for row in queries.list_checkpoints(db)}
+        living = [row for row in rows.values() if row.status is Status.ACTIVE]
+        assert all(row.parent_no is None or rows[row.parent_no].status is Status.ACTIVE for row in living)
+        seen.append(len(living))
+        return real(db, *given)
+
+    monkeypatch.setattr(queries, "mark_model_stale", between)
+    assert registry.invalidate(engine.fingerprint) == 5
+    assert seen == [5, 3, 1, 0]
 
 
 def test_invalidate_makes_every_checkpoint_of_a_fingerprint_stale_and_no_other(registry, engine, saved):

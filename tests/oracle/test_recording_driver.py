@@ -646,6 +646,24 @@ def test_a_delta_is_saved_restored_and_flattened(registry):
         assert registry.flatten(row.id).parent_no is None
 
 
+def test_an_input_whose_time_is_over_is_renewed_where_a_delta_stands_on_it_and_marked_where_its_file_is_gone(registry):
+    engine, story = TokenEngine(), list(range(100, 140))
+    engine.evaluate(story)
+    row = registry.save(engine, story, expires_in_s=60).checkpoint
+    engine.evaluate([*story, 7, 8])
+    delta = registry.save(engine, [*story, 7, 8]).checkpoint
+    for expires_in_s in (60, None):
+        with registry.database.write() as db:
+            db.execute(sa.update(meta).where(meta.c.id == row.id).values(expires_us=1))
+        engine.evaluate(story)
+        assert registry.save(engine, story, expires_in_s=expires_in_s).outcome is SaveOutcome.DEDUPLICATED
+    assert registry.get(row.id).expires_us is None
+    (registry.store.root / row.file_path).unlink()
+    collector = Collector(registry.parts)
+    assert [result for _, result in collector.run(collector.plan()).done] == ["marked"]
+    assert registry.get(delta.id).stale_reason is StaleReason.MISSING
+
+
 def test_who_holds_a_claim_is_told(registry):
     key = bytes(32)[:-1] + b"\x01"
     with registry.database.write() as db:
@@ -661,9 +679,9 @@ def test_a_parent_stays_while_a_delta_needs_it_and_takes_its_deltas_along(regist
         registry.remove(saved.id)
     with registry.database.write() as db:
         assert queries.has_active_child(db, saved)
-        assert collecting.mark_untouched(db, [SeenRow.of(queries.get(db, saved.id))], StaleReason.EVICTED) == set()
+        assert collecting.mark_untouched(db, {SeenRow.of(queries.get(db, saved.id)): StaleReason.EVICTED}) == set()
         leaf = SeenRow.of(queries.get(db, grandchild.id))
-        assert collecting.mark_untouched(db, [leaf], StaleReason.EVICTED) == {grandchild.ckpt_no}
+        assert collecting.mark_untouched(db, {leaf: StaleReason.EVICTED}) == {grandchild.ckpt_no}
     registry.report_bad(saved.id)
     assert [registry.get(r.id).stale_reason for r in (saved, child, grandchild)] == [
         StaleReason.CORRUPT,

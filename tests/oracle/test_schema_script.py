@@ -44,4 +44,5 @@ def test_it_ends_with_the_commit_of_the_versions_row():
 def test_every_statement_is_oracle():
     sqlglot = pytest.importorskip("sqlglot", reason="sqlglot, which parses the statements, is not installed")
     for unit in statements():
-        assert len(sqlglot.parse(unit.text, dialect="oracle")) == 1
+        text = unit.text.replace("AS IDENTITY (ORDER)", "AS IDENTITY")  # sqlglot knows no identity_options
+        assert len(sqlglot.parse(text, dialect="oracle")) == 1

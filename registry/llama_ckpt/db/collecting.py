@@ -6,7 +6,7 @@ in batches: the rows are locked in order, compared with what the plan saw, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -85,13 +85,15 @@ def _free() -> list[sa.ColumnElement[bool]]:
 # -- marks and deletes: only what is as the plan saw it ----------------------------------------------------------------------
 
 
-def mark_untouched(db: sa.Connection, rows: Sequence[SeenRow], reason: StaleReason) -> set[int]:
-    """Makes ACTIVE rows STALE to which nothing happened since they were seen: no use, no pin, no lease, no ACTIVE delta that
-    needs them (beyond those that go along). Gives the numbers of those it marked.
+def mark_untouched(db: sa.Connection, rows: Mapping[SeenRow, StaleReason]) -> set[int]:
+    """Makes ACTIVE rows STALE, each for its reason, to which nothing happened since they were seen: no use, no pin, no lease, no
+    ACTIVE delta that needs them (beyond those that go along). Gives the numbers of those it marked.
     """
-    numbers = _untouched_leaves(db, rows, ACTIVE)
-    for some in batches(numbers):
-        mark(db, [meta.c.ckpt_no.in_(some)], reason)
+    numbers = _untouched_leaves(db, list(rows), ACTIVE)
+    reasons = {row.ckpt_no: reason for row, reason in rows.items()}
+    for reason in sorted(set(rows.values())):
+        for some in batches([number for number in numbers if reasons[number] is reason]):
+            mark(db, [meta.c.ckpt_no.in_(some)], reason)
     unlink(db, numbers)
     return set(numbers)
 
@@ -197,9 +199,9 @@ def _unneeded(db: sa.Connection, numbers: set[int], status: str) -> list[int]:
         for parent, child in db.execute(query if status == STALE else query.where(meta.c.status == ACTIVE)):
             children.setdefault(int(parent), []).append(int(child))
     left = set(numbers)
-    for number in sorted(numbers, reverse=True):  # a delta's number is above its parent's
-        if not left.issuperset(children.get(number, ())):
-            left.discard(number)
+    # A delta's number is above its parent's, but for servers that count in several places: until nothing changes.
+    while needed := {number for number in left if not left.issuperset(children.get(number, ()))}:
+        left -= needed
     return sorted(left)
 
 

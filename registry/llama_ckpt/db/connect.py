@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, make_url
 
-from llama_ckpt.errors import BadInput, Conflict, DatabaseUnavailable
+from llama_ckpt.errors import BadInput, CommitUnanswered, Conflict, DatabaseUnavailable
 
 # Driver name -> the extra of llama-ckpt that brings it.
 SUPPORTED = {"sqlite": "", "postgresql+psycopg": "postgres", "oracle+oracledb": "oracle"}
@@ -24,6 +24,7 @@ _BUSY_TIMEOUT_S = 30
 # over, the fewer pages each of them costs. With SQLite's 1,000 the deletes of gc take twice as long among a million rows.
 _WAL_PAGES = 16_384
 _CONNECT_TIMEOUT_S = 10
+_CALL_TIMEOUT_S = 300
 _MOUNTS = Path("/proc/self/mountinfo")
 _CREATING = threading.Lock()
 # File systems on which SQLite's WAL cannot work: its shared memory needs one machine.
@@ -99,7 +100,7 @@ class Database:
             with self.read() as db:
                 return question(db)
         except DatabaseUnavailable as error:
-            if not getattr(error.__cause__, "connection_invalidated", False):
+            if not _is_lost(error):
                 raise
             with self.read() as db:
                 return question(db)
@@ -112,10 +113,19 @@ class Database:
 
         Raises:
             Conflict: a unique key is taken.
-            DatabaseUnavailable: the database cannot be reached or written; nothing of the block was kept.
+            CommitUnanswered: the connection was lost while the commit was under way: all of the block was kept, or will yet be,
+                or nothing.
+            DatabaseUnavailable: the database cannot be reached or written otherwise; nothing of the block was kept.
         """
-        with self._told(), self._writer.begin() as db:
-            yield db
+        committing = False
+        try:
+            with self._told(), self._writer.begin() as db:
+                yield db
+                committing = True
+        except DatabaseUnavailable as error:
+            if committing and _is_lost(error):
+                raise CommitUnanswered(**error.values) from error.__cause__
+            raise
 
     @contextlib.contextmanager
     def migration(self) -> Iterator[sa.Connection]:
@@ -151,6 +161,11 @@ class Database:
             raise DatabaseUnavailable(url=self.shown_url, reason=_reason(error)) from error
         except sa.exc.TimeoutError as error:
             raise DatabaseUnavailable(url=self.shown_url, reason="all its connections are in use") from error
+
+
+def _is_lost(error: DatabaseUnavailable) -> bool:
+    """Whether the connection is gone; else the database has answered."""
+    return bool(getattr(error.__cause__, "connection_invalidated", False))
 
 
 def sqlite_url(path: Path) -> str:
@@ -205,8 +220,8 @@ def _engine(url: URL, *, foreign_keys: bool = True, **options: Any) -> sa.Engine
         # A pooled connection may have been closed by a firewall or a restart: it is tried before it is used.
         if options.get("poolclass") is None:
             options |= {"pool_pre_ping": True, "pool_recycle": 1800, "pool_timeout": 30}
-        timeout = {"postgresql": "connect_timeout", "oracle": "tcp_connect_timeout"}[name]
-        arguments = {timeout: _CONNECT_TIMEOUT_S}
+        # What the URL says goes before.
+        arguments = {key: value for key, value in _LIMITS[name].items() if key not in url.query}
     try:
         engine = sa.create_engine(url, connect_args=arguments, **options)
     except (sa.exc.ArgumentError, ValueError, TypeError) as error:
@@ -214,10 +229,43 @@ def _engine(url: URL, *, foreign_keys: bool = True, **options: Any) -> sa.Engine
     except ModuleNotFoundError as error:
         reason = f"{error}; install it with: pip install 'llama-ckpt[{SUPPORTED[url.drivername]}]'"
         raise DatabaseUnavailable(url=_shown(url), reason=reason) from error
+    if name != "sqlite" and options.get("poolclass") is None:  # a migration takes as long as it takes
+        _limit_waits(engine)
     if name == "sqlite":
         _require_local(Path(url.database or ""))
         _tune_sqlite(engine, Path(url.database or ""), foreign_keys)
     return engine
+
+
+# Nobody waits for a server that has gone without a word: what is sent and not confirmed for a minute ends the connection, and
+# an idle one is asked whether it is still there.
+_LIMITS: dict[str, dict[str, Any]] = {
+    "postgresql": {
+        "connect_timeout": _CONNECT_TIMEOUT_S,
+        "tcp_user_timeout": 60_000,  # ms
+        "keepalives_idle": 30,
+        "keepalives_interval": 10,
+        "keepalives_count": 3,
+    },
+    "oracle": {"tcp_connect_timeout": _CONNECT_TIMEOUT_S},
+}
+
+
+def _limit_waits(engine: sa.Engine) -> None:
+    """A host that hangs or dies in the middle of a transaction holds nobody up for long: whoever waits for its locks is told so,
+    and the server ends what does nothing. SQLite has its busy timeout.
+    """
+
+    @sa.event.listens_for(engine, "connect")
+    def limits(connection: Any, _record: Any) -> None:
+        if engine.dialect.name == "postgresql":
+            values = {"lock_timeout": _BUSY_TIMEOUT_S, "idle_in_transaction_session_timeout": _CALL_TIMEOUT_S}
+            sets = ", ".join(f"set_config('{name}', '{seconds}s', false)" for name, seconds in values.items())
+            with connection.cursor() as cursor:
+                cursor.execute(f"SELECT {sets}")
+            connection.commit()
+        elif engine.dialect.name == "oracle":
+            connection.call_timeout = _CALL_TIMEOUT_S * 1000
 
 
 def _require_local(path: Path) -> None:

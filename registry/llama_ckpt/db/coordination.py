@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from llama_ckpt.db.tables import gc_run, gc_run_item, registry_lease, save_claim
-from llama_ckpt.db.types import now_us
+from llama_ckpt.db.types import now_us, stored_text
 from llama_ckpt.gc_values import GcItem, GcRun
 
 _KEPT_US = 90 * 86_400 * 1_000_000
@@ -68,9 +68,9 @@ def add_run_items(db: sa.Connection, run_no: int, first: int, done: Sequence[tup
             "run_no": run_no,
             "item_no": first + i,
             "kind": item.kind.value,
-            "file_path": item.path[:400],
-            "reason": item.reason[:400],
-            "result": result[:400],
+            "file_path": stored_text(item.path, 400),
+            "reason": stored_text(item.reason, 400),
+            "result": stored_text(result, 400),
             "size_bytes": item.size_bytes,
         }
         for i, (item, result) in enumerate(done)

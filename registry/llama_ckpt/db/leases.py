@@ -11,8 +11,10 @@ from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.types import now_us
 from llama_ckpt.values import Checkpoint
 
+LEASE_S = 60.0
 
-def lease(db: sa.Connection, row: Checkpoint, seconds: float) -> int | None:
+
+def lease(db: sa.Connection, row: Checkpoint, seconds: float = LEASE_S) -> int | None:
     """Claims an ACTIVE row for reading and gives the expiry by the database's clock; None when it is ACTIVE no more.
 
     A row has one expiry for all its readers, the latest. It shields a reader between match and open; who has the file

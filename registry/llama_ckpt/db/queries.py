@@ -6,7 +6,7 @@ Only portable SQL: what is written here runs unchanged on every supported databa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from llama_ckpt.db.tables import checkpoint_prefix, llama_model, registry_info
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.types import Digest, now_us
-from llama_ckpt.errors import Conflict
+from llama_ckpt.errors import Conflict, FileMissing
 from llama_ckpt.fingerprint import active_key, fingerprint
 from llama_ckpt.values import (
     Checkpoint,
@@ -138,12 +138,39 @@ _FIND_BY_INPUT = (
 )
 
 
-def expire_due(db: sa.Connection, digest: bytes, of_input: bytes) -> None:
-    """Makes the ACTIVE row of this fingerprint and input STALE if its time is over, so that its key is free."""
+def make_way(
+    db: sa.Connection, digest: bytes, of_input: bytes, parent_no: int | None, old: Checkpoint | None = None
+) -> None:
+    """Frees the key of an input for a row that is to stand on `parent_no`: its ACTIVE row goes STALE if its time is over, and
+    `old` as superseded, with the deltas on them.
+    """
     due = [meta.c.active_key == active_key(digest, of_input), meta.c.expires_us <= now_us()]
-    row = db.execute(sa.select(*_COLUMNS).where(*due)).one_or_none()
-    if row is not None:
-        mark_stale(db, _checkpoint(row), StaleReason.EXPIRED)
+    going = {row.ckpt_no: (row, StaleReason.EXPIRED) for row in rows_of(db, sa.select(*_COLUMNS).where(*due))}
+    if old is not None:
+        going[old.ckpt_no] = (old, StaleReason.SUPERSEDED)
+    if not going:
+        return
+    lock(db, {*going, *_descendants(db, going), *([] if parent_no is None else [parent_no])})
+    for row, reason in going.values():
+        mark_stale(db, row, reason)
+
+
+def find_expired(db: sa.Connection, digest: bytes, of_input: bytes) -> Checkpoint | None:
+    """The ACTIVE row of this fingerprint and input whose time is over, if ACTIVE deltas need it."""
+    due = [meta.c.active_key == active_key(digest, of_input), meta.c.expires_us <= now_us()]
+    row = next(iter(rows_of(db, sa.select(*_COLUMNS).where(*due))), None)
+    return row if row is not None and has_active_child(db, row) else None
+
+
+def renew(db: sa.Connection, row: Checkpoint, expires_in_s: float | None) -> bool:
+    """Gives an ACTIVE row whose time is over a new one, or none; False when it is STALE by now."""
+    due = [meta.c.ckpt_no == row.ckpt_no, meta.c.status == ACTIVE, meta.c.expires_us <= now_us()]
+    values = {"expires_us": _expiry(expires_in_s), "last_used_us": now_us()}
+    return db.execute(sa.update(meta).where(*due).values(**values)).rowcount == 1
+
+
+def _expiry(expires_in_s: float | None) -> sa.ColumnElement[int] | None:
+    return None if expires_in_s is None else now_us() + int(expires_in_s * 1_000_000)
 
 
 def insert_checkpoint(db: sa.Connection, new: NewCheckpoint) -> Checkpoint:
@@ -157,7 +184,6 @@ def insert_checkpoint(db: sa.Connection, new: NewCheckpoint) -> Checkpoint:
     """
     if new.parent_no is not None and not _touch_active(db, new.parent_no):
         raise Conflict(what=f"the parent of checkpoint {new.id} went STALE")
-    expires = None if new.expires_in_s is None else now_us() + int(new.expires_in_s * 1_000_000)
     db.execute(
         sa.insert(meta).values(
             id=new.id,
@@ -176,7 +202,7 @@ def insert_checkpoint(db: sa.Connection, new: NewCheckpoint) -> Checkpoint:
             last_used_us=now_us(),
             hit_count=0,
             prefill_ms=new.prefill_ms,
-            expires_us=expires,
+            expires_us=_expiry(new.expires_in_s),
             pinned=0,
             label=new.label,
             start_token=new.start_token,
@@ -208,11 +234,17 @@ def get(db: sa.Connection, checkpoint_id: str) -> Checkpoint | None:
 
 
 def ancestors(db: sa.Connection, row: Checkpoint) -> list[Checkpoint]:
-    """What a delta stands on, the full checkpoint first and its parent last; nothing for a full one. Whatever their status."""
+    """What a delta stands on, the full checkpoint first and its parent last; nothing for a full one. Whatever their status.
+
+    Raises:
+        FileMissing: a purge deleted them after `row` was read.
+    """
     found: list[Checkpoint] = []
-    while (below := found[-1] if found else row).parent_no is not None:
-        parent = db.execute(sa.select(*_COLUMNS).where(meta.c.ckpt_no == below.parent_no)).one()
-        found.append(_checkpoint(parent))
+    while (parent_no := (found[-1] if found else row).parent_no) is not None:
+        parent = by_number(db, parent_no)
+        if parent is None:
+            raise FileMissing(path=f"{row.file_path} (the checkpoint that it is a delta of)")
+        found.append(parent)
     return found[::-1]
 
 
@@ -269,22 +301,45 @@ def least_recently_verified(db: sa.Connection, older_than_s: float) -> list[str]
 
 def mark_stale(db: sa.Connection, row: Checkpoint, reason: StaleReason) -> bool:
     """Makes an ACTIVE row STALE, and with it every delta that needs it; False when it is STALE already, or has another file by
-    now: what was found out about the old one says nothing of it.
+    now.
     """
-    if not mark(db, [meta.c.ckpt_no == row.ckpt_no, meta.c.file_path == row.file_path], reason):
-        return False
-    _mark_descendants(db, [row.ckpt_no], reason)
-    return True
+    return bool(mark_all_stale(db, {row.ckpt_no: row.file_path}, reason))
 
 
-def mark_model_stale(db: sa.Connection, digest: bytes, reason: StaleReason) -> int:
-    """Makes all ACTIVE rows of a fingerprint STALE. Deltas and their parents are of one fingerprint."""
+def mark_all_stale(db: sa.Connection, paths: Mapping[int, str], reason: StaleReason) -> set[int]:
+    """Makes ACTIVE rows STALE, each number given with the path of its file, and with them every delta that needs them. A row
+    that has another file by now is left: what was found out about the old one says nothing of it. Gives the numbers of those
+    of `paths` that it marked.
+    """
+    files = lock(db, {*paths, *_descendants(db, paths)})
+    found = {number for number, path in paths.items() if files.get(number) == path}
+    # Now that what they stand on is locked nobody adds a delta to it; one that was added before is locked late.
+    needing = _descendants(db, found)
+    lock(db, needing - files.keys())
+    for some in batches(sorted(found | needing)):
+        mark(db, [meta.c.ckpt_no.in_(some)], reason)
+    unlink(db, sorted(found | needing))
+    return found
+
+
+def lock(db: sa.Connection, numbers: Iterable[int]) -> dict[int, str]:
+    """Locks those of some rows that are ACTIVE, in order of the number, as everybody does: no deadlocks. Gives their paths by
+    number. SQLite's writers are alone and lock nothing here.
+    """
+    found: dict[int, str] = {}
+    for some in batches(sorted(numbers)):
+        query = sa.select(meta.c.ckpt_no, meta.c.file_path).where(meta.c.ckpt_no.in_(some), meta.c.status == ACTIVE)
+        found |= {row.ckpt_no: row.file_path for row in db.execute(query.order_by(meta.c.ckpt_no).with_for_update())}
+    return found
+
+
+def mark_model_stale(db: sa.Connection, digest: bytes, reason: StaleReason, at_most: int) -> int:
+    """Makes ACTIVE rows of a fingerprint STALE, newest first, and says how many; 0: there is none. Deltas and their parents are
+    of one fingerprint.
+    """
     active = [meta.c.fingerprint == digest, meta.c.status == ACTIVE]
-    # Locked in order of the number, as prune and gc do: no deadlocks.
-    numbers = list(db.scalars(sa.select(meta.c.ckpt_no).where(*active).order_by(meta.c.ckpt_no).with_for_update()))
-    marked = sum(mark(db, [meta.c.ckpt_no.in_(some)], reason) for some in batches(numbers))
-    unlink(db, numbers)
-    return marked
+    query = sa.select(meta.c.ckpt_no, meta.c.file_path).where(*active).order_by(meta.c.ckpt_no.desc()).limit(at_most)
+    return len(mark_all_stale(db, {row.ckpt_no: row.file_path for row in db.execute(query)}, reason))
 
 
 def has_active_child(db: sa.Connection, row: Checkpoint) -> bool:
@@ -293,17 +348,19 @@ def has_active_child(db: sa.Connection, row: Checkpoint) -> bool:
     return db.execute(needing.limit(1)).first() is not None
 
 
-def _mark_descendants(db: sa.Connection, parents: Sequence[int], reason: StaleReason) -> None:
-    """Level by level: each statement sees what was committed before it, so a child added meanwhile is taken too."""
-    while parents:
-        unlink(db, parents)
-        children: list[int] = []
-        for some in batches(parents):
-            needing = [meta.c.parent_no.in_(some), meta.c.status == ACTIVE]
-            children += db.scalars(sa.select(meta.c.ckpt_no).where(*needing).order_by(meta.c.ckpt_no))
-        for some in batches(children):
-            mark(db, [meta.c.ckpt_no.in_(some)], reason)
-        parents = children
+def _descendants(db: sa.Connection, parents: Iterable[int]) -> set[int]:
+    """The ACTIVE deltas that need some rows, directly or not."""
+    found: set[int] = set()
+    level = set(parents)
+    while level:
+        below: set[int] = set()
+        for some in batches(sorted(level)):
+            below.update(
+                db.scalars(sa.select(meta.c.ckpt_no).where(meta.c.parent_no.in_(some), meta.c.status == ACTIVE))
+            )
+        level = below - found
+        found |= below
+    return found
 
 
 def mark(db: sa.Connection, which: Sequence[sa.ColumnElement[bool]], reason: StaleReason) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from llama_ckpt.db.tables import gc_schedule
-from llama_ckpt.db.types import now_us
+from llama_ckpt.db.types import now_us, stored_text
 
 _S = 1_000_000
 _KEPT_US = 30 * 86_400 * _S
@@ -72,13 +72,6 @@ def stopped(db: sa.Connection, holder: str, started_us: int) -> None:
     """Says that nothing runs next, unless another process of the host has taken the row over."""
     own = [gc_schedule.c.holder == holder, gc_schedule.c.started_us == started_us]
     db.execute(sa.update(gc_schedule).where(*own).values(next_us=None))
-
-
-def stored_text(text: str, at_most: int) -> str:
-    """A text as every database keeps it: valid UTF-8, without NUL, of this many characters, and never empty (to Oracle an
-    empty text is NULL).
-    """
-    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")[:at_most] or "-"
 
 
 def _rows() -> sa.Select[tuple[object, ...]]:

@@ -50,7 +50,7 @@ llama_model = Table(
 llama_checkpoint_meta = Table(
     "llama_checkpoint_meta",
     metadata,
-    Column("ckpt_no", Serial, Identity(always=False), primary_key=True),
+    Column("ckpt_no", Serial, Identity(always=False, oracle_order=True), primary_key=True),
     Column("id", String(32), nullable=False),
     Column("model_name", String(200), nullable=False),
     Column("input_hash", Digest, nullable=False),

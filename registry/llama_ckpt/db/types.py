@@ -18,6 +18,13 @@ PrefixHash = LargeBinary(16).with_variant(oracle.RAW(16), "oracle")
 Serial = BigInteger().with_variant(Integer(), "sqlite")
 
 
+def stored_text(text: str, at_most: int) -> str:
+    """A text as every database keeps it: valid UTF-8, without NUL, of this many characters, and never empty (to Oracle an
+    empty text is NULL).
+    """
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")[:at_most] or "-"
+
+
 class now_us(FunctionElement[int]):  # noqa: N801 - reads as the SQL function it stands for
     """The database's clock: whole microseconds since 1970-01-01 UTC (on SQLite in steps of a millisecond)."""
 
