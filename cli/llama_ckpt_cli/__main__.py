@@ -5,13 +5,9 @@ from __future__ import annotations
 import gc
 import sys
 
-# Objects between two collections of garbage while modules are imported: next to none of theirs is garbage.
-_IMPORTED_OBJECTS = 100_000
-
 
 def main() -> None:
     """Runs the command and ends the process with its exit code."""
-    gc.set_threshold(_IMPORTED_OBJECTS)
     from llama_ckpt_cli.app import main as run
 
     code = run()

@@ -104,7 +104,9 @@ def _note_left_alone(session: Session, plan: GcPlan) -> None:
     for finding in plan.findings:
         session.out.note(f"left alone: {finding.path}: {finding.detail}")
     if plan.waiting:
-        session.out.note(f"{count(len(plan.waiting), 'ghost')} left for a later run (--now takes them at once):")
+        session.out.note(
+            f"{count(len(plan.waiting), 'ghost')} left for a later run (--now takes them at once, without --only):"
+        )
     for item in plan.waiting[:_SHOWN]:
         session.out.note(f"  {item.path}: {item.reason}")
 

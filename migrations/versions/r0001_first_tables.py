@@ -71,7 +71,7 @@ def _create_models() -> None:
 def _create_checkpoints() -> None:
     op.create_table(
         "llama_checkpoint_meta",
-        sa.Column("ckpt_no", serial(), sa.Identity(always=False, oracle_order=True), nullable=False),
+        sa.Column("ckpt_no", serial(), sa.Identity(always=False), nullable=False),
         sa.Column("id", sa.String(32), nullable=False),
         sa.Column("model_name", sa.String(200), nullable=False),
         sa.Column("input_hash", digest(), nullable=False),

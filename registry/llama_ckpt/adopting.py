@@ -36,9 +36,9 @@ from llama_ckpt.errors import (
 from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import tokens_hash
 from llama_ckpt.formats import engine_files, legacy
-from llama_ckpt.orphans import FoundFile, active, after_their_parents, found_file, found_in_store
+from llama_ckpt.orphans import FoundFile, active, after_their_parents, found_file, found_in_store, free_id
 from llama_ckpt.parts import Parts
-from llama_ckpt.registering import SaveOptions, claim_store, register, register_orphan, usable
+from llama_ckpt.registering import SaveOptions, claim_store, register, register_orphan, usable_or_renewed
 from llama_ckpt.values import Checkpoint, MemoryKind, NewCheckpoint, SaveOutcome, Status
 from llama_ckpt.walking import TEMPORARY_SUFFIX
 
@@ -245,7 +245,8 @@ class _Adopter:
         if self._options.text is not None:
             raise BadInput(what="text", value=str(path), reason="a LLAM file has its input hash already")
         file = formats.open_checkpoint(view, str(path))
-        found = found_file(self._parts, file, str(path), self._free_id(path), self._options.saved, self._planned)
+        checkpoint_id = free_id(self._parts, file, path.stem) or uuid.uuid4().hex
+        found = found_file(self._parts, file, str(path), checkpoint_id, self._options.saved, self._planned)
         new = found.new
         if there := self._registered(new.fingerprint, new.input_hash, new.tokens_hash):
             return _registered(path, there)
@@ -254,6 +255,8 @@ class _Adopter:
             raise BadInput(what="file", value=str(path), reason=reason)
         if self._options.dry_run:
             return self._would(path, found)
+        if self._left_behind(new) is not None:
+            return _adopted(path, new.n_tokens, register_orphan(self._parts, found.model, new, found.token_ids), "LLAM")
         self._count_padding(path, file.contents.padding)
         with admission.admitted(self._parts, new):
             try:
@@ -310,19 +313,25 @@ class _Adopter:
         if self._options.dry_run:  # which marks no row
             row = self._parts.database.query(lambda db: queries.find_active(db, digest, of_input))
         else:
-            row = usable(self._parts, digest, of_input)
+            row = usable_or_renewed(self._parts, digest, of_input)
         if row is not None and row.tokens_hash != of_tokens:
             raise Incompatible(reason=f"checkpoint {row.id} is of the same input hash and has other tokens")
         return row
 
-    def _free_id(self, path: Path) -> str:
-        """The id that a file has by its name, if it is one and free here; else a new one."""
-        name = path.stem
-        if _ID.fullmatch(name) and self._parts.store.size(path_of(name)) is None:
-            with self._parts.database.read() as db:
-                if queries.get(db, name) is None:
-                    return name
-        return uuid.uuid4().hex
+    def _left_behind(self, new: NewCheckpoint) -> FoundFile | None:
+        """The file that is to be adopted, as an adoption that was interrupted left it under that id; None: no file is there.
+
+        Raises:
+            CorruptFile: another one is there.
+        """
+        if self._parts.store.size(new.file_path) is None:
+            return None
+        there = found_in_store(self._parts, new.file_path, self._planned)
+        if (there.new.input_hash, there.new.payload_crc32) != (new.input_hash, new.payload_crc32):
+            raise CorruptFile(
+                path=new.file_path, check="Row", reason="another file has the name of this one; gc takes it"
+            )
+        return there
 
 
 def _lacks(found: Adoption) -> str | None:

@@ -196,7 +196,7 @@ class Catalogue:
             CorruptFile, FileMissing, UnsafePath: a file of it or of what it stands on is no good.
             Incompatible, Unsupported: its files were written by engines whose states cannot be made one: restore it and save it.
             StoreFull, StoreUnavailable: the new file cannot be written, or others cannot be read.
-            Conflict: it went STALE, or was flattened, meanwhile.
+            Conflict: it was flattened meanwhile, or went STALE.
             DatabaseUnavailable: the database failed.
         """
         row = self.get(checkpoint_id)
@@ -227,7 +227,7 @@ class Catalogue:
         digest, n_marked = fingerprint if isinstance(fingerprint, bytes) else fingerprint.digest, 0
         while True:
             with self.database.write() as db:
-                marked = queries.mark_model_stale(db, digest, StaleReason.INCOMPATIBLE, _MARKED_AT_ONCE)
-            if not marked:
+                rows = queries.active_of_model(db, digest, _MARKED_AT_ONCE)
+                n_marked += len(queries.mark_all_stale(db, rows, StaleReason.INCOMPATIBLE))
+            if not rows:
                 return n_marked
-            n_marked += marked

@@ -26,6 +26,7 @@ from llama_ckpt.threads import at_once
 from llama_ckpt.values import Checkpoint, StaleReason
 from llama_ckpt.walking import QUARANTINE
 
+_CHANGED = "skipped: it changed since the plan"
 log = logging.getLogger("llama_ckpt")
 
 DEFAULT_STALE_GRACE_S = Policy().stale_grace_s
@@ -281,13 +282,13 @@ class Collector:
                 return item, "deleted", 0
             if item.kind is GcKind.UNREADABLE and not item.path.startswith(QUARANTINE):
                 aside = self._store.quarantine(item.path, mtime_ns=item.mtime_ns)
-                return item, "skipped: it changed since the plan" if aside is None else f"quarantined as {aside}", 0
+                return item, _CHANGED if aside is None else f"quarantined as {aside}", 0
             size = self._store.remove(item.path, mtime_ns=item.mtime_ns)
         except (StoreUnavailable, UnsafePath) as error:
             log.warning("gc goes on without %s: %s", item.path, error)
             return item, f"failed: {error}", 0
         if size is None:
-            return item, "skipped: it changed since the plan", 0
+            return item, _CHANGED, 0
         self._parts.hook("file deleted")
         return item, "deleted", size
 
@@ -295,11 +296,12 @@ class Collector:
         """Notes the ghosts that are left, for the next run."""
         gone = {item.path for item, result in progress.done if result.startswith(("deleted", "quarantined"))}
         left = [item for item in (*plan.waiting, *plan.items) if item.row is None and item.path not in gone]
-        # The row of a file that could not be deleted is gone: it is a ghost that was seen, now.
-        failed = [item for item, result in progress.done if item.row and result.startswith("failed")]
-        left += [replace(item, mtime_ns=at) for item in failed if (at := self._modified_ns(item.path)) is not None]
+        # The row of a file that could not be deleted, or that changed, is gone: it is a ghost that was seen, now.
+        stuck = [item for item, result in progress.done if item.row and result.startswith(("failed", _CHANGED))]
+        left += [replace(item, mtime_ns=at) for item in stuck if (at := self._modified_ns(item.path)) is not None]
         with self._database.write() as db:
-            collecting.note_ghosts(db, left)
+            named = collecting.known_paths(db, [item.path for item in left])  # somebody may have given it a row again
+            collecting.note_ghosts(db, [item for item in left if item.path not in named])
 
     def _modified_ns(self, path: str) -> int | None:
         try:

@@ -73,7 +73,8 @@ def whole_file(row: Checkpoint, cells: Cells, file: formats.CheckpointFile) -> t
         start_token=0,
         input_hash=row.input_hash,
     )
-    metadata = {key: value for key, value in file.contents.metadata.items() if key != "parent"}
+    metadata = {k: v for k, v in file.contents.metadata.items() if k not in ("parent", "tokens_before")}
+    metadata["checkpoint"] = row.id  # by which deltas name it, whatever the file is called
     return container.encode_head(header, metadata, cells.token_ids, cells.state)
 
 

@@ -96,8 +96,8 @@ class GcKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcItem:
-    """One thing gc would do: free a file, delete a row, or mark a row whose file is gone. A file without a row goes only if it
-    still has the time `mtime_ns`. An unreadable file goes to the quarantine first, and from there a grace later.
+    """One thing gc would do: free a file, delete a row, or mark a row whose file is gone. A file goes only if it still has the
+    time `mtime_ns`; None: there is none. An unreadable file goes to the quarantine first, and from there a grace later.
     """
 
     kind: GcKind

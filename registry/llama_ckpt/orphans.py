@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -13,12 +14,13 @@ from llama_ckpt import formats
 from llama_ckpt.db import queries
 from llama_ckpt.errors import CorruptFile, NotFound
 from llama_ckpt.finding import token_ids_of
-from llama_ckpt.fingerprint import TokenIds
+from llama_ckpt.fingerprint import TokenIds, tokens_hash
 from llama_ckpt.parts import Parts
 from llama_ckpt.registering import SaveOptions, clean_name, row_of
 from llama_ckpt.values import Checkpoint, MemoryKind, NewCheckpoint, RegisteredModel, Status
 
 Result = TypeVar("Result")
+_ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +44,10 @@ def found_in_store(parts: Parts, path: str, planned: Mapping[str, FoundFile] = N
     """
     with parts.store.map(path) as view:
         file = formats.open_checkpoint(view, path)
-        found = found_file(parts, file, path, path.rpartition("/")[2].partition(".")[0], SaveOptions(), planned)
+        stem = path.rpartition("/")[2].partition(".")[0]
+        found = found_file(parts, file, path, free_id(parts, file, stem) or stem, SaveOptions(), planned)
     parts.hook("checked")
-    return found
+    return replace(found, new=replace(found.new, file_path=path))
 
 
 def found_file(
@@ -72,6 +75,12 @@ def found_file(
     place: dict[str, Any] = {}
     if start := header.start_token:
         parent, before = _parent(parts, file, name, planned)
+        if metadata.get("tokens_before") not in (
+            None,
+            tokens_hash(before[:start]).hex(),
+        ):  # None: from before they were noted
+            reason = f"its first {start} tokens are others than those of checkpoint {parent.id}"
+            raise CorruptFile(path=name, check="Structure", reason=reason)
         token_ids = np.concatenate([before[:start], token_ids])
         number = parent.ckpt_no if isinstance(parent, Checkpoint) else None
         place = {"start_token": start, "parent_no": number, "extends_no": number if start == parent.n_tokens else None}
@@ -84,7 +93,9 @@ def _parent(
     parts: Parts, file: formats.CheckpointFile, name: str, planned: Mapping[str, FoundFile]
 ) -> tuple[Checkpoint | NewCheckpoint, TokenIds]:
     """What a delta stands on, with its token ids."""
-    header, parent_id = file.contents.header, str(file.contents.metadata.get("parent"))
+    header, parent_id = file.contents.header, _id_in(file, "parent")
+    if parent_id is None:
+        raise CorruptFile(path=name, check="Structure", reason="it is a delta, and its metadata names no parent")
     parent: Checkpoint | NewCheckpoint
     if (row := active(parts, parent_id)) is not None:
         parent, token_ids = row, token_ids_of(parts, row)
@@ -92,11 +103,27 @@ def _parent(
         parent, token_ids = planned[parent_id].new, planned[parent_id].token_ids
     else:
         hint = f"{name} is a delta and stands on it: bring that back first, or adopt what export --format llam writes."
-        raise NotFound(what="ACTIVE checkpoint", name=parent_id[:64], hint=hint)
+        raise NotFound(what="ACTIVE checkpoint", name=parent_id, hint=hint)
     if parent.fingerprint != header.fingerprint or not parent.start_token < header.start_token <= parent.n_tokens:
         reason = f"it begins at token {header.start_token}, and does not go on from checkpoint {parent.id}"
         raise CorruptFile(path=name, check="Structure", reason=reason)
     return parent, token_ids
+
+
+def _id_in(file: formats.CheckpointFile, field: str) -> str | None:
+    """A checkpoint's id that stands in the metadata."""
+    found = file.contents.metadata.get(field)
+    return found if isinstance(found, str) and _ID.fullmatch(found) else None
+
+
+def free_id(parts: Parts, file: formats.CheckpointFile, name: str) -> str | None:
+    """The id that a file has by its metadata, if it was flattened or exported under one, else by its name (without suffixes);
+    None where it has none, or a row has it.
+    """
+    found = _id_in(file, "checkpoint") or name
+    if not _ID.fullmatch(found) or parts.database.query(lambda db: queries.get(db, found)) is not None:
+        return None
+    return found
 
 
 def active(parts: Parts, checkpoint_id: str) -> Checkpoint | None:

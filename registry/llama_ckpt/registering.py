@@ -88,18 +88,22 @@ def usable(parts: Parts, digest: bytes, of_input: bytes) -> Checkpoint | None:
     return row if row is not None and _is_whole(parts, row) else None
 
 
-def renewed(parts: Parts, digest: bytes, of_input: bytes, options: SaveOptions) -> Checkpoint | None:
-    """The row of this input whose time is over, if deltas that are offered stand on it: it gets the time of this save, and
-    keeps its file. To make it STALE for a new one would take the deltas along.
+def usable_or_renewed(
+    parts: Parts, digest: bytes, of_input: bytes, expires_in_s: float | None = None
+) -> Checkpoint | None:
+    """As `usable`; or the row of this input whose time is over, if deltas that are offered stand on it: it gets a new time, of
+    `expires_in_s` seconds or without end, and keeps its file. To make it STALE for a new one would take the deltas along.
 
     Raises:
         StoreUnavailable, DatabaseUnavailable: they cannot say.
     """
+    if (row := usable(parts, digest, of_input)) is not None:
+        return row
     row = parts.database.query(lambda db: queries.find_expired(db, digest, of_input))
     if row is None or not _is_whole(parts, row):
         return None
     with parts.database.write() as db:
-        if not queries.renew(db, row, options.expires_in_s):
+        if not queries.renew(db, row, expires_in_s):
             return None
         return queries.get(db, row.id)
 
@@ -180,7 +184,7 @@ def register(
                 return _insert(parts, model, new, old, token_ids)
             except Conflict as error:
                 conflict = error
-                theirs = usable(parts, new.fingerprint, new.input_hash)
+                theirs = usable_or_renewed(parts, new.fingerprint, new.input_hash, new.expires_in_s)
                 if theirs is not None and (old is None or theirs.id != old.id):
                     if theirs.id != new.id:  # else somebody gave our own file its row
                         _discard(parts, new)
@@ -191,7 +195,8 @@ def register(
             raise
         return row
     except Exception:
-        _discard(parts, new)
+        if not _is_registered(parts, new):  # else somebody gave our own file its row
+            _discard(parts, new)
         raise
 
 
@@ -223,6 +228,13 @@ def _ask_again(parts: Parts, new: NewCheckpoint) -> Checkpoint | None:
     if row is None:
         log.warning("the database gave no answer; %s may be left for gc to collect", new.file_path)
     return row
+
+
+def _is_registered(parts: Parts, new: NewCheckpoint) -> bool:
+    """Whether a row names the file, as far as the database says."""
+    with contextlib.suppress(DatabaseUnavailable):  # the caller tells the failure that led here
+        return parts.database.query(lambda db: queries.get(db, new.id)) is not None
+    return False
 
 
 def _discard(parts: Parts, new: NewCheckpoint) -> None:

@@ -20,7 +20,7 @@ from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash, text_bytes, tokens_hash
 from llama_ckpt.formats import container, kv_edit, kv_state
 from llama_ckpt.parts import Parts
-from llama_ckpt.registering import SaveOptions, claim_store, clean_name, model_of, register, renewed, usable
+from llama_ckpt.registering import SaveOptions, claim_store, clean_name, model_of, register, usable_or_renewed
 from llama_ckpt.values import Checkpoint, MemoryKind, NewCheckpoint, SaveOutcome, SaveResult
 
 log = logging.getLogger("llama_ckpt")
@@ -33,7 +33,7 @@ def save(
     started = time.perf_counter()
     of_input = input_hash(given)
     digest = engine.fingerprint.digest
-    row, old = usable(parts, digest, of_input) or renewed(parts, digest, of_input, options), None
+    row, old = usable_or_renewed(parts, digest, of_input, options.expires_in_s), None
     if row is not None and not _stands_for(row, engine, given, instead_of):
         row, old = None, row
     if row is not None:
@@ -200,5 +200,5 @@ def _head(captured: Captured, payload: memoryview, place: Place) -> tuple[bytes,
         **captured.written_by,
     }
     if place.parent:
-        metadata["parent"] = place.parent.id
+        metadata |= {"parent": place.parent.id, "tokens_before": tokens_hash(captured.token_ids[:start]).hex()}
     return container.encode_head(header, metadata, captured.token_ids[start:], payload)

@@ -95,9 +95,9 @@ def test_quiet_prints_bare_values_and_says_nothing_on_stderr(run, populated, com
         ("schedule", "status"): [],
         ("gc",): ["0"],
         ("stats",): ["4"],
-        ("db", "upgrade"): ["0006"],
+        ("db", "upgrade"): ["0007"],
         ("db", "downgrade"): ["0001"],
-        ("db", "current"): ["0006"],
+        ("db", "current"): ["0007"],
         ("db", "check"): [],
     }
     words = complete(leaf)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support import samples
 
+from llama_ckpt.engine.llamacpp import LlamaCppEngine
 from llama_ckpt.errors import BadInput, EngineFailed, Unsupported
 from llama_ckpt.formats import kv_state
 from llama_ckpt.values import MemoryKind, Outcome, SaveOutcome, StaleReason
@@ -439,6 +440,9 @@ def test_positions_of_an_image_are_not_taken_for_the_tokens_of_an_earlier_prompt
     llama.n_tokens = 50
     with pytest.raises(Unsupported, match="image or sound"):
         registry.save(engine, engine.held_token_ids())
-    warmed = registry.warm(engine, earlier)
+    again = LlamaCppEngine(llama, digests=engine._digests)
+    assert (again.layout, len(again.held_token_ids())) == (engine.layout, 20)
+    assert llama.input_ids[:50].max() < llama.n_vocab()
+    warmed = registry.warm(again, earlier)
     assert (warmed.n_kept, warmed.n_evaluated) == (20, 40)
     assert registry.restore(engine, earlier).outcome is Outcome.HIT

@@ -12,10 +12,10 @@ from support.whole import checkpoint_bytes
 
 from llama_ckpt.adopting import AdoptOptions, AdoptOutcome, adopt
 from llama_ckpt.collector import Collector
-from llama_ckpt.db import collecting
+from llama_ckpt.db import collecting, queries
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
-from llama_ckpt.errors import LlamaCkptError
+from llama_ckpt.errors import DatabaseUnavailable, LlamaCkptError
 from llama_ckpt.files import Store, path_of
 from llama_ckpt.gc_values import SeenRow
 from llama_ckpt.mending import Mender
@@ -79,6 +79,24 @@ def test_a_file_that_is_registered_again_while_its_save_goes_on_stays(registry, 
     assert registry.restore(engine, "one").outcome is Outcome.HIT
 
 
+def test_a_file_that_is_registered_again_while_its_save_fails_stays(registry, engine, monkeypatch):
+    registry.save(engine, "zero")
+    real = Database.write
+
+    def fail_once(self):
+        monkeypatch.setattr(Database, "write", real)
+        raise DatabaseUnavailable(url="", reason="another process has held the write lock")
+
+    def repair():
+        Mender(registry.parts).repair(Verifier(registry.database, registry.store).findings())
+        monkeypatch.setattr(Database, "write", fail_once)
+
+    saver = Registry(replace(registry.parts, store=Store(registry.store.root, hook=once("renamed", repair))))
+    with pytest.raises(DatabaseUnavailable):
+        saver.save(engine, "one")
+    assert registry.restore(engine, "one").outcome is Outcome.HIT
+
+
 @pytest.mark.parametrize("how", ["adopt", "repair"])
 def test_a_file_that_gets_its_row_back_after_gc_deleted_the_old_one_stays(registry, engine, saved, how):
     registry.remove(saved.id)
@@ -93,6 +111,19 @@ def test_a_file_that_gets_its_row_back_after_gc_deleted_the_old_one_stays(regist
     report = collector.run(collector.plan(stale_grace_s=0))
     assert [result for _, result in report.done] == ["skipped: it changed since the plan"]
     assert registry.restore(engine, "one").outcome is Outcome.HIT
+
+
+def test_a_file_that_changed_when_its_row_was_gone_already_is_a_ghost_that_was_seen(registry, saved):
+    registry.remove(saved.id)
+    collector = Collector(
+        replace(registry.parts, hook=once("rows deleted", lambda: registry.store.touch(saved.file_path)))
+    )
+    collector.run(collector.plan(stale_grace_s=0))
+    with registry.database.read() as db:
+        assert collecting.used_bytes(db) == saved.file_size
+        assert list(collecting.ghosts_seen(db)) == [saved.file_path]
+    collector.run(collector.plan(ghost_grace_s=0))
+    assert not (registry.store.root / saved.file_path).exists()
 
 
 def test_a_file_that_takes_the_name_of_one_that_had_gone_already_stays(registry, engine, saved, tmp_path):
@@ -188,6 +219,29 @@ def test_rows_that_go_for_several_reasons_are_locked_in_one_order(registry, engi
     other.close()
     assert failed == []
     assert {row.status for row in registry.list()} == {Status.STALE}
+
+
+def test_an_invalidation_that_another_overtakes_goes_on_to_the_end(registry, engine, monkeypatch):
+    if registry.database.dialect != "postgresql":
+        pytest.skip("SQLite's writers are alone")
+    for number in range(5):
+        registry.save(engine, f"input {number}")
+    other = Database(registry.database.url.render_as_string(hide_password=False))
+    monkeypatch.setattr("llama_ckpt.catalogue._MARKED_AT_ONCE", 2)
+    real, overtaken = queries.active_of_model, []
+
+    def overtake(db, *given):
+        rows = real(db, *given)
+        if not overtaken:
+            overtaken.append(rows)
+            with other.write() as first:
+                queries.mark_all_stale(first, rows, StaleReason.REMOVED)
+        return rows
+
+    monkeypatch.setattr(queries, "active_of_model", overtake)
+    assert registry.invalidate(engine.fingerprint) == 3
+    assert {row.status for row in registry.list()} == {Status.STALE}
+    other.close()
 
 
 def test_whoever_waits_too_long_for_anothers_lock_is_told(registry, engine, saved, monkeypatch):

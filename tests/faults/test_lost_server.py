@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import sqlalchemy as sa
@@ -11,7 +12,7 @@ from support.proxy import Proxy
 from support.sample_engine import SampleEngine
 
 from llama_ckpt.collector import Collector
-from llama_ckpt.errors import DatabaseUnavailable
+from llama_ckpt.errors import CommitUnanswered, DatabaseUnavailable
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention import Policy
 from llama_ckpt.values import Outcome, SaveOutcome, Status
@@ -75,6 +76,19 @@ def test_a_question_whose_connection_is_cut_in_the_middle_is_asked_again_once(fa
 
     assert far_registry.database.query(question) == 42
     assert len(asked) == 2
+
+
+def test_a_commit_whose_connection_is_cut_is_told_as_unanswered_and_keeps_its_file(far_registry, proxy):
+    far_registry.save(ready(), "zero")
+
+    def cut(step):
+        if step == "inserted":
+            proxy.stop()
+
+    with pytest.raises(CommitUnanswered, match="may have done so"):
+        Registry(replace(far_registry.parts, hook=cut)).save(ready(), "one")
+    proxy.start()
+    assert (len(far_registry.list()), len(list(far_registry.store.root.rglob("*.llam")))) == (1, 2)
 
 
 def test_a_server_that_stays_away_is_told_as_that(far_registry, proxy):

@@ -8,12 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 from support import samples
 from support.sample_engine import SampleEngine, TokenEngine
 from support.whole import checkpoint_bytes
 
-from llama_ckpt import disk
+from llama_ckpt import disk, formats
 from llama_ckpt.adopting import AdoptOptions, AdoptOutcome, adopt
+from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import (
     BadInput,
     CorruptFile,
@@ -25,7 +27,7 @@ from llama_ckpt.errors import (
     UnsafePath,
     Unsupported,
 )
-from llama_ckpt.files import MARKER, path_of
+from llama_ckpt.files import MARKER, Store, path_of
 from llama_ckpt.fingerprint import fingerprint, input_hash
 from llama_ckpt.formats import container, engine_files, kv_edit, kv_state
 from llama_ckpt.formats.kv_layout import Dialect
@@ -176,6 +178,43 @@ def test_deltas_of_another_registry_are_adopted_after_what_they_stand_on(registr
         assert (back.outcome, back.checkpoint.id) == (Outcome.HIT, row.id)
         assert (row.start_token, row.tokens_hash) == (rows[row.id].start_token, rows[row.id].tokens_hash)
     assert {f.outcome for f in run(registry, *paths)} == {REGISTERED}
+
+
+def test_a_folder_whose_adoption_was_interrupted_is_adopted_with_the_deltas_on_it(registry, their_chain):
+    _, _, paths = their_chain
+
+    def die(step):
+        if step == "renamed":
+            raise KeyboardInterrupt
+
+    store = Store(registry.store.root, hook=die)
+    with pytest.raises(KeyboardInterrupt):
+        run(Registry(replace(registry.parts, store=store)), *paths)
+    assert (registry.list(), files_of(registry)) == ([], [paths[-1].name])
+    assert {f.outcome for f in run(registry, *paths)} == {ADOPTED}
+    assert {row.id for row in registry.list()} == {path.stem for path in paths}
+
+
+@pytest.mark.parametrize("parent", [None, "a\0", 7, "../../x", "ab" * 17], ids=repr)
+def test_a_delta_that_names_no_parent_is_refused_and_stops_no_other(registry, their_chain, tmp_path, parent):
+    _, _, (longest, _, whole) = their_chain
+    data = longest.read_bytes()
+    file = formats.open_checkpoint(memoryview(data), "x").contents
+    head, _ = container.encode_head(file.header, {**file.metadata, "parent": parent}, file.token_ids, file.payload)
+    strange = put(tmp_path / "strange.llam", head + bytes(file.payload))
+    found = run(registry, strange, whole)
+    assert [f.outcome for f in found] == [REFUSED, ADOPTED]
+    assert "names no parent" in found[0].reason
+
+
+def test_an_input_whose_time_is_over_is_renewed_by_an_adoption_where_deltas_stand_on_it(registry, their_chain):
+    _, theirs, paths = their_chain
+    run(registry, *paths)
+    with registry.database.write() as db:
+        db.execute(sa.update(meta).where(meta.c.id == paths[-1].stem).values(expires_us=1))
+    assert one(registry, paths[-1]).outcome is REGISTERED
+    assert {row.status for row in registry.list()} == {Status.ACTIVE}
+    assert theirs.registry_id != registry.registry_id
 
 
 def test_a_delta_of_another_registry_without_what_it_stands_on_is_refused_and_names_it(registry, their_chain):

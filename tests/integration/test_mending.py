@@ -309,6 +309,35 @@ def test_deltas_whose_rows_were_lost_come_back_after_what_they_stand_on(registry
     assert Verifier(registry.database, registry.store).findings() == []
 
 
+def test_what_stands_on_a_flattened_delta_comes_back_too(registry, mender, chain):
+    engine, made = chain
+    (_, _), (middle, _), (last, ids) = made
+    registry.flatten(middle.id)
+    with registry.database.write() as db:
+        for row, _ in reversed(made):
+            db.execute(sa.delete(meta).where(meta.c.id == row.id))
+    assert set(results(mender.repair(Verifier(registry.database, registry.store).findings()))) == {"registered again"}
+    assert registry.get(middle.id).parent_no is None
+    engine.evaluate([1])
+    assert registry.restore(engine, ids).checkpoint.id == last.id
+
+
+def test_a_delta_whose_parent_has_other_tokens_by_now_is_left_for_gc(registry, mender, chain):
+    _, ((root, _), (middle, _), (last, _)) = chain
+    with registry.database.write() as db:
+        db.execute(sa.delete(meta).where(meta.c.id == last.id))
+        db.execute(sa.update(meta).where(meta.c.id == root.id).values(id="0" * 32))
+        db.execute(sa.update(meta).where(meta.c.id == middle.id).values(id=root.id))
+        db.execute(sa.update(meta).where(meta.c.id == "0" * 32).values(id=middle.id))
+    said = repair(registry, mender)[FindingKind.ORPHAN]
+    assert said.startswith("left for gc: ")
+    with registry.database.write() as db:  # as it was
+        db.execute(sa.update(meta).where(meta.c.id == middle.id).values(id="0" * 32))
+        db.execute(sa.update(meta).where(meta.c.id == root.id).values(id=middle.id))
+        db.execute(sa.update(meta).where(meta.c.id == "0" * 32).values(id=root.id))
+    assert repair(registry, mender) == {FindingKind.ORPHAN: "registered again"}
+
+
 def test_a_delta_without_what_it_stands_on_is_left_for_gc_and_says_what_it_lacks(registry, mender, chain):
     _, ((root, _), (middle, _), (last, _)) = chain
     with registry.database.write() as db:

@@ -161,6 +161,13 @@ def test_check_finds_types_and_constraints_that_are_others(registry):
     ]
 
 
+def test_what_a_dba_comments_is_no_difference(registry):
+    if registry.database.dialect != "postgresql":
+        pytest.skip("SQLite has no comments")
+    comments = "COMMENT ON TABLE llama_model IS 'x'", "COMMENT ON COLUMN llama_model.n_layer IS 'y'"
+    assert found_after(registry.database, *comments) == []
+
+
 def test_tables_of_others_in_the_same_database_are_none_of_its_business(registry):
     theirs = "CREATE TABLE of_somebody_else (id INTEGER PRIMARY KEY, name VARCHAR(10) UNIQUE)"
     assert found_after(registry.database, theirs) == []

@@ -372,7 +372,7 @@ def test_invalidate_takes_rows_in_batches_and_deltas_before_what_they_stand_on(r
         engine.evaluate(list(range(n_tokens)))
         registry.save(engine, list(range(n_tokens)))
     monkeypatch.setattr("llama_ckpt.catalogue._MARKED_AT_ONCE", 2)
-    seen, real = [], queries.mark_model_stale
+    seen, real = [], queries.active_of_model
 
     def between(db, *given):
         rows = {row.ckpt_no: row for row in queries.list_checkpoints(db)}
@@ -381,7 +381,7 @@ def test_invalidate_takes_rows_in_batches_and_deltas_before_what_they_stand_on(r
         seen.append(len(living))
         return real(db, *given)
 
-    monkeypatch.setattr(queries, "mark_model_stale", between)
+    monkeypatch.setattr(queries, "active_of_model", between)
     assert registry.invalidate(engine.fingerprint) == 5
     assert seen == [5, 3, 1, 0]
 

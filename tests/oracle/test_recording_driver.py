@@ -28,7 +28,7 @@ from llama_ckpt.db import collecting, coordination, leases, migrate, prefixes, q
 from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.db.tables import checkpoint_prefix, gc_run, llama_model, registry_lease, save_claim
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
-from llama_ckpt.errors import BadInput, Busy, Conflict, DatabaseUnavailable, StoreUnavailable
+from llama_ckpt.errors import BadInput, Busy, CommitUnanswered, Conflict, DatabaseUnavailable, StoreUnavailable
 from llama_ckpt.fingerprint import input_hash
 from llama_ckpt.gc_values import GcKind, SeenRow
 from llama_ckpt.mending import Mender
@@ -662,6 +662,19 @@ def test_an_input_whose_time_is_over_is_renewed_where_a_delta_stands_on_it_and_m
     collector = Collector(registry.parts)
     assert [result for _, result in collector.run(collector.plan()).done] == ["marked"]
     assert registry.get(delta.id).stale_reason is StaleReason.MISSING
+
+
+def test_a_commit_that_fails_is_taken_for_unanswered_and_keeps_its_file(registry, engine, oracle, left_in_store):
+    registry.save(engine, "zero")
+
+    def refuse(step):
+        if step == "inserted":
+            oracle.fail("COMMIT", 3113)
+
+    with pytest.raises(CommitUnanswered):
+        Registry(dataclasses.replace(registry.parts, hook=refuse)).save(engine, "one")
+    assert len(list(registry.store.root.rglob("*.llam"))) == 2
+    left_in_store.add("orphan")
 
 
 def test_who_holds_a_claim_is_told(registry):

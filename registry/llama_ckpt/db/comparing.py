@@ -20,7 +20,9 @@ def differences(db: sa.Connection) -> list[str]:
     """
     options = {"version_table": VERSION_TABLE, "compare_type": True, "include_object": _is_ours}
     context = MigrationContext.configure(db, opts=options)
-    told = [_said(difference) for difference in _each(compare_metadata(context, metadata))]
+    told = [
+        _said(difference) for difference in _each(compare_metadata(context, metadata)) if "comment" not in difference[0]
+    ]
     return [*told, *_not_compared(sa.inspect(db))]
 
 
@@ -38,7 +40,9 @@ def _each(found: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def _said(difference: tuple[Any, ...]) -> str:
-    """One difference in words. alembic tells what would make the database as expected: what is to be added is missing."""
+    """One difference in words. alembic tells what would make the database as expected: what is to be added is missing. What a DBA
+    comments is the DBA's.
+    """
     verb, *about = difference
     if verb.startswith("modify_"):
         _, table, column, _, found, expected = about

@@ -113,8 +113,8 @@ class Database:
 
         Raises:
             Conflict: a unique key is taken.
-            CommitUnanswered: the connection was lost while the commit was under way: all of the block was kept, or will yet be,
-                or nothing.
+            CommitUnanswered: the connection was lost, or a call took too long, while the commit was under way: all of the block
+                was kept, or will yet be, or nothing.
             DatabaseUnavailable: the database cannot be reached or written otherwise; nothing of the block was kept.
         """
         committing = False
@@ -123,7 +123,8 @@ class Database:
                 yield db
                 committing = True
         except DatabaseUnavailable as error:
-            if committing and _is_lost(error):
+            # Of Oracle's failures few are known here to say that nothing was kept.
+            if committing and (_is_lost(error) or self.dialect == "oracle"):
                 raise CommitUnanswered(**error.values) from error.__cause__
             raise
 

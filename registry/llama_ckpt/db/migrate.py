@@ -16,7 +16,7 @@ from llama_ckpt.errors import BadInput, SchemaTooNew, SchemaTooOld
 if TYPE_CHECKING:
     from alembic.config import Config
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007")
 HEAD = REVISIONS[-1]
 _alembic = threading.Lock()  # its context is a global of the process
 

@@ -142,10 +142,15 @@ def make_way(
     db: sa.Connection, digest: bytes, of_input: bytes, parent_no: int | None, old: Checkpoint | None = None
 ) -> None:
     """Frees the key of an input for a row that is to stand on `parent_no`: its ACTIVE row goes STALE if its time is over, and
-    `old` as superseded, with the deltas on them.
+    `old` as superseded, with the deltas on it.
+
+    Raises:
+        Conflict: deltas stand on the one whose time is over: it is to be renewed (`renew`).
     """
     due = [meta.c.active_key == active_key(digest, of_input), meta.c.expires_us <= now_us()]
     going = {row.ckpt_no: (row, StaleReason.EXPIRED) for row in rows_of(db, sa.select(*_COLUMNS).where(*due))}
+    if any(has_active_child(db, row) for row, _ in going.values()):
+        raise Conflict(what="the checkpoint of this input has expired, and deltas stand on it")
     if old is not None:
         going[old.ckpt_no] = (old, StaleReason.SUPERSEDED)
     if not going:
@@ -333,13 +338,11 @@ def lock(db: sa.Connection, numbers: Iterable[int]) -> dict[int, str]:
     return found
 
 
-def mark_model_stale(db: sa.Connection, digest: bytes, reason: StaleReason, at_most: int) -> int:
-    """Makes ACTIVE rows of a fingerprint STALE, newest first, and says how many; 0: there is none. Deltas and their parents are
-    of one fingerprint.
-    """
+def active_of_model(db: sa.Connection, digest: bytes, at_most: int) -> dict[int, str]:
+    """The newest ACTIVE rows of a fingerprint: the paths of their files by number."""
     active = [meta.c.fingerprint == digest, meta.c.status == ACTIVE]
     query = sa.select(meta.c.ckpt_no, meta.c.file_path).where(*active).order_by(meta.c.ckpt_no.desc()).limit(at_most)
-    return len(mark_all_stale(db, {row.ckpt_no: row.file_path for row in db.execute(query)}, reason))
+    return {row.ckpt_no: row.file_path for row in db.execute(query)}
 
 
 def has_active_child(db: sa.Connection, row: Checkpoint) -> bool:

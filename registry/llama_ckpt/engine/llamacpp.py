@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import platformdirs
 
 from llama_ckpt.digests import FileDigests, identity_of, weights_digest_of
 from llama_ckpt.engine import Progress, Vector, no_progress
+from llama_ckpt.engine.tracking import Tracking
 from llama_ckpt.engine.vocabulary import completion_ids, text_of
 from llama_ckpt.errors import BadInput, EngineFailed, EngineMissing, EngineStateMismatch, Unsupported
 from llama_ckpt.fingerprint import TokenIds, fingerprint
@@ -36,7 +36,6 @@ except (
     raise EngineMissing(reason=str(error)) from error
 
 _SEQ = 0  # `Llama` keeps its one conversation in sequence 0
-_NO_TOKEN = 2**31 - 1  # an id that no vocabulary has
 _NO_POOLING, _LAST_TOKEN = 0, 3  # enum llama_pooling_type
 # What `Llama` passes when the caller overrides nothing; any other value changes K and so belongs to the identity.
 _NO_OVERRIDE: dict[str, FieldValue] = {
@@ -85,7 +84,7 @@ class LlamaCppEngine:
         self.memory_kind = _memory_kind(llama)
         # llama.cpp rounds the context up; the wrapper's own array of token ids is not.
         self.n_ctx = min(llama.n_ctx(), len(llama.input_ids))
-        _forget_ids_on_reset(llama)
+        self._tracking = Tracking.of(llama)
         self._memory = llama_cpp.llama_get_memory(llama.ctx)
         self._digests = digests or FileDigests(platformdirs.user_cache_path("llama-ckpt") / "digests.json")
         probe = self._probe()
@@ -134,7 +133,7 @@ class LlamaCppEngine:
         if not held:
             self._eval(np.array([max(self.llama.token_bos(), 0)], dtype=np.int32))
         try:
-            return kv_state.parse(self.capture())
+            return kv_state.parse(self._captured())
         except Unsupported:
             if self.memory_kind is MemoryKind.FULL:
                 raise
@@ -183,8 +182,11 @@ class LlamaCppEngine:
     # -- what the engine holds ---------------------------------------------------------------------------------------
 
     def held_token_ids(self) -> TokenIds:
-        """The token ids whose state the engine holds, in order of position; shape `[n_tokens]`."""
-        return self.llama.input_ids[: self.llama.n_tokens].astype(np.int32)
+        """The token ids whose state the engine holds, in order of position, up to the first position that is of no token (an
+        image, a sound); shape `[n_tokens]`.
+        """
+        n_tokens = min(self.llama.n_tokens, self._tracking.n_known)
+        return self.llama.input_ids[:n_tokens].astype(np.int32)
 
     def capture(self) -> memoryview:
         """A copy of the state of the held tokens, as bytes.
@@ -193,11 +195,14 @@ class LlamaCppEngine:
             EngineFailed: the engine gave no state, or holds other cells than the wrapper says.
             Unsupported: some positions are of no token: an image or a sound.
         """
-        n_tokens = self.llama.n_tokens
-        if (self.llama.input_ids[:n_tokens] == _NO_TOKEN).any():
+        if self.llama.n_tokens > self._tracking.n_known:
             raise Unsupported(
                 what="a state with media", reason="its image or sound is in no token id, and so in no key"
             )
+        return self._captured()
+
+    def _captured(self) -> memoryview:
+        n_tokens = self.llama.n_tokens
         # The wrapper may have gone back (n_tokens lowered) without telling the engine yet; eval() would cut here too.
         llama_cpp.llama_memory_seq_rm(self._memory, _SEQ, n_tokens, -1)
         llama_cpp.llama_synchronize(self.llama.ctx)
@@ -232,7 +237,7 @@ class LlamaCppEngine:
         self.llama.input_ids[:n_tokens] = token_ids
         if self.llama._logits_all:
             self.llama.scores[:n_tokens, :] = np.nan
-        self.llama.n_tokens = n_tokens
+        self.llama.n_tokens = self._tracking.n_known = n_tokens
 
     def _set_state(self, state: memoryview, n_tokens: int) -> None:
         self._forget(clear_data=False)
@@ -366,21 +371,6 @@ def _rotates(fields: dict[str, FieldValue]) -> bool:
     quantised = any(str(fields[k]) not in ("f32", "f16", "bf16", "none") for k in ("type_k", "type_v"))
     switch = "LLAMA_ATTN_ROT_DISABLE"
     return quantised and _atoi(os.environ.get(switch, "0")) == 0 and _library_contains(switch.encode())
-
-
-def _forget_ids_on_reset(llama: llama_cpp.Llama) -> None:
-    """Lets a `Llama` hold no token ids after a reset. Its handlers for images and sound reset it, and then count their positions
-    in `n_tokens` without writing `input_ids`: what an earlier prompt left there would be taken for what is held.
-    """
-    here = weakref.ref(llama)  # its memory goes with the last reference that others hold
-
-    def reset() -> None:
-        if (it := here()) is not None:
-            type(it).reset(it)  # type: ignore[no-untyped-call]
-            it.input_ids[:] = _NO_TOKEN
-
-    llama.reset = reset  # type: ignore[method-assign]
-    llama.input_ids[llama.n_tokens :] = _NO_TOKEN
 
 
 def _rotation(llama: llama_cpp.Llama, probe: kv_state.KvState, *, rotates: bool) -> Rotation | None:
