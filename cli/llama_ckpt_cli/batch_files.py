@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -146,22 +147,30 @@ class Results:
 
     def _keep_results(self) -> None:
         """Leaves whole results alone in the file. Interrupted, it leaves the file as it was."""
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        dropped = False
-        with self.path.open("rb") as old, temporary.open("wb") as new:
-            for data in old:
+        kept, dropped = [], False
+        with self.path.open("rb") as old:
+            for number, data in enumerate(old):
                 if (result := self._result(data)) is None:
                     dropped = True
                 else:
                     self._done[result["line"]] = result["input_hash"]
-                    new.write(data)
-            new.flush()
-            os.fsync(new.fileno())
+                    kept.append(number)
         if dropped:
+            self._write_anew(set(kept))
+
+    def _write_anew(self, kept: set[int]) -> None:
+        """The file with those of its lines alone, durable before it takes the old one's place."""
+        descriptor, name = tempfile.mkstemp(prefix=f".{self.path.name[:100]}.", suffix=".tmp", dir=self.path.parent)
+        temporary = Path(name)
+        try:
+            with self.path.open("rb") as old, os.fdopen(descriptor, "wb") as new:
+                new.writelines(data for number, data in enumerate(old) if number in kept)
+                new.flush()
+                os.fsync(new.fileno())
             temporary.chmod(self.path.stat().st_mode)
             temporary.replace(self.path)
-        else:
-            temporary.unlink()
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def _result(self, data: bytes) -> dict[str, Any] | None:
         """A result of the file; None for a failure and for a line that was cut off, which only the last one can be."""

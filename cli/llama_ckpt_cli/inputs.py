@@ -123,14 +123,19 @@ def _sha256(hash_hex: str) -> bytes:
         raise BadInput(what="input hash", value=hash_hex, reason="a SHA-256 has 64 hex digits") from error
 
 
+_DIGITS = 20  # more than any token id has; Python reads no number of thousands
+
+
 def _numbers(data: bytes, name: str) -> list[int]:
     """Whole numbers with blanks, commas or brackets between them, as people and JSON write lists."""
     from llama_ckpt.errors import BadInput
 
     words = data.translate(bytes.maketrans(b",[]", b"   ")).split()
-    if wrong := next((word for word in words if not word.isdigit()), None):
+    if wrong := next((word for word in words if not word.isdigit() or len(word) > _DIGITS), None):
         shown = wrong[:20].decode(errors="replace")
-        raise BadInput(what="token ids", value=name, reason=f"{shown!r} is no whole number from 0 on")
+        raise BadInput(
+            what="token ids", value=name, reason=f"{shown!r} is no whole number from 0 on, of at most {_DIGITS} digits"
+        )
     return [int(word) for word in words]
 
 
@@ -151,19 +156,19 @@ def weights_of(model: str, out: Output) -> bytes | None:
     """The weights' SHA-256 where `model` is a GGUF file; None where it is a registered name. Needs no llama-cpp-python.
 
     Raises:
-        BadInput: it looks like a file that is not there.
+        BadInput: it is called as a GGUF file, which is not there.
     """
     from llama_ckpt.errors import BadInput
 
     path = Path(model)
-    if path.suffix != ".gguf" and path.name == model:
-        return None
     try:
         is_file = path.is_file()
     except (OSError, ValueError):  # longer than a file's name can be, or with a NUL
         is_file = False
     if not is_file:
-        raise BadInput(what="model", value=model, reason="there is no such file")
+        if path.suffix.lower() == ".gguf":
+            raise BadInput(what="model", value=model, reason="there is no such file")
+        return None
     import platformdirs
 
     from llama_ckpt.digests import FileDigests, weights_digest_of

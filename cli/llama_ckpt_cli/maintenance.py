@@ -43,7 +43,8 @@ def gc(
     force: Annotated[str | None, typer.Option(metavar="REGISTRY-ID", help="Run against the evidence.")] = None,
 ) -> None:
     """Free the bytes of STALE checkpoints, of files without a row and of interrupted writes. `gc runs`: what was done."""
-    if context.invoked_subcommand is not None:
+    if (subcommand := context.invoked_subcommand) is not None:
+        _require_no_options(context, subcommand)
         return None
     from llama_ckpt.collector import NOTHING, Collector
     from llama_ckpt.config import seconds
@@ -98,6 +99,21 @@ def _require_all_deleted(session: Session, report: GcReport) -> None:
     if report.n_failed:  # cron must notice
         reason = f"{count(report.n_failed, 'file')} could not be deleted; the next run tries again"
         raise StoreUnavailable(path=session.root, reason=reason)
+
+
+def _require_no_options(context: typer.Context, subcommand: str) -> None:
+    """Options before a subcommand would be read and lost.
+
+    Raises:
+        BadInput: there are some.
+    """
+    from llama_ckpt.errors import BadInput
+
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            reason = f"say it behind {subcommand}: llama-ckpt {context.info_name} {subcommand} {parameter.opts[0]} …"
+            raise BadInput(what="option", value=parameter.opts[0], reason=reason)
 
 
 def _note_left_alone(session: Session, plan: GcPlan) -> None:

@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from llama_ckpt.words import is_visible
+
 
 class Progress(Protocol):
     """Hears how far something is, and what it is where that changes."""
@@ -71,9 +73,9 @@ class Output:
             table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name == "id")
         for row in rows:
             table.add_row(*(escape(printable(cell)) for cell in row))
-        console = Console(file=sys.stdout, highlight=False)
+        console = Console(file=sys.stdout, highlight=False, emoji=False)
         if not console.is_terminal:
-            console = Console(file=sys.stdout, highlight=False, width=400, no_color=True)
+            console = Console(file=sys.stdout, highlight=False, emoji=False, width=400, no_color=True)
             table.expand = False
         console.print(table)
 
@@ -93,7 +95,7 @@ class Output:
 
 def printable(text: str) -> str:
     """`text` with control characters spelt out: what stands in a row, a file or a name must not steer a terminal."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return "".join(c if is_visible(c) else repr(c)[1:-1] for c in text)
 
 
 def plain(value: Any) -> Any:

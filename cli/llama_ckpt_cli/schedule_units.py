@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from llama_ckpt.words import is_visible
+
 if TYPE_CHECKING:
     from llama_ckpt.triggers import Cron, Trigger
 
@@ -45,14 +47,19 @@ class Job:
         from llama_ckpt.errors import BadInput
 
         for word in (*self.words, *self.environment.values()):
-            if not word.isprintable():
+            if not all(map(is_visible, word)):
                 reason = "a control character or broken text cannot stand in a unit; choose another path"
                 raise BadInput(what="command line", value=word, reason=reason)
 
     @property
     def delayed_words(self) -> list[str]:
         """The command that waits its random delay itself, for a timer that has none."""
-        return [*self.words, "--jitter", f"{self.jitter_s:g}s"] if self.jitter_s else list(self.words)
+        return [*self.words, "--jitter", _seconds(self.jitter_s)] if self.jitter_s else list(self.words)
+
+
+def _seconds(value: float) -> str:
+    """Without an exponent, which neither systemd nor the command reads."""
+    return f"{value:.3f}".rstrip("0").rstrip(".") + "s"
 
 
 # -- systemd -------------------------------------------------------------------------------------------------------------
@@ -75,7 +82,13 @@ def systemd_units(job: Job) -> dict[str, str]:
     # In the program's own path systemd expands no variable.
     service += ["ExecStart=" + " ".join([_systemd_word(program, "%"), *(_systemd_word(word, "%$") for word in rest)])]
     timer = ["[Unit]", f"Description={_DESCRIPTION}: {job.trigger.spec}", "", "[Timer]", *_systemd_times(job.trigger)]
-    timer += [f"RandomizedDelaySec={job.jitter_s:g}s", "AccuracySec=1s", "", "[Install]", "WantedBy=timers.target"]
+    timer += [
+        f"RandomizedDelaySec={_seconds(job.jitter_s)}",
+        "AccuracySec=1s",
+        "",
+        "[Install]",
+        "WantedBy=timers.target",
+    ]
     return {f"{NAME}.service": "\n".join(service) + "\n", f"{NAME}.timer": "\n".join(timer) + "\n"}
 
 
@@ -88,7 +101,7 @@ def _systemd_word(text: str, doubled: str) -> str:
 def _systemd_times(trigger: Trigger) -> list[str]:
     if trigger.cron is None:
         # Soon after the machine is up: one that is off every night would never come to a long interval.
-        return ["OnActiveSec=1min", f"OnUnitActiveSec={trigger.every_s:g}s"]
+        return ["OnActiveSec=1min", f"OnUnitActiveSec={_seconds(trigger.every_s or 0.0)}"]
     lines = []
     for days, weekdays in _day_rules(trigger.cron):
         week = ",".join(_DAYS[day][:3] for day in weekdays) + " " if weekdays else ""
@@ -114,7 +127,9 @@ def _restricted(values: Sequence[int], n_all: int) -> Sequence[int] | None:
 def _day_rules(cron: Cron) -> list[tuple[Sequence[int] | None, Sequence[int] | None]]:
     """Days and weekdays that must both fit; with two rules, either of them."""
     days, weekdays = _restricted(cron.day.values, 31), _restricted(cron.weekday.values, 7)
-    return [(days, None), (None, weekdays)] if cron.either_day and days and weekdays else [(days, weekdays)]
+    if not cron.either_day:
+        return [(days, weekdays)]
+    return [(days, None), (None, weekdays)] if days and weekdays else [(None, None)]
 
 
 # -- cron ----------------------------------------------------------------------------------------------------------------
@@ -142,12 +157,16 @@ def cron_fields(trigger: Trigger) -> str:
     """
     from llama_ckpt.errors import BadInput
 
-    if trigger.every_s is None:
-        return trigger.spec
-    minutes, rest_s = divmod(trigger.every_s, 60)
+    if (cron := trigger.cron) is not None:
+        # Value by value, since crons differ in what else they read; but where * begins a field of days, they ask for both.
+        fields = (cron.minute, cron.hour, cron.day, cron.month, cron.weekday)
+        said = zip(trigger.spec.split(), fields, strict=True)
+        return " ".join(text if text.startswith("*") else ",".join(map(str, field.values)) for text, field in said)
+    every_s = trigger.every_s or 0.0
+    minutes, rest_s = divmod(every_s, 60)
     if not rest_s and 1 <= minutes < 60 and 60 % minutes == 0:
         return f"*/{minutes:.0f} * * * *"
-    hours, rest_s = divmod(trigger.every_s, 3600)
+    hours, rest_s = divmod(every_s, 3600)
     if not rest_s and 1 <= hours < 24 and 24 % hours == 0:
         return f"0 */{hours:.0f} * * *"
     if not rest_s and hours in (24, 168):

@@ -29,6 +29,9 @@ LOOK_AHEAD = 32  # inputs among which a shared prefix is looked for
 What = Literal["prefix", "full", "none"]
 
 
+_Begun = tuple[Future[Saved] | None, LlamaCkptError | None]
+
+
 class BatchOutcome(StrEnum):
     """How much of an input need not be computed: `HIT` all but its last token, `PARTIAL` some, `MISS` nothing. `FAILED`: it could
     not be computed at all.
@@ -198,7 +201,7 @@ class Batch:
                 index=item.index, input_hash=None, outcome=BatchOutcome.FAILED, elapsed_s=0.0, error=item.error
             )
         try:
-            record, n_known = self._computed(item)
+            record, n_known = self._computed(item, following)
         except LlamaCkptError as error:
             return BatchRecord(
                 index=item.index,
@@ -207,13 +210,14 @@ class Batch:
                 elapsed_s=time.perf_counter() - started,
                 error=without_frames(error),
             )
-        n_saved = self._n_to_save(item, following, n_known)
-        if n_saved:
+        if self._is_cut and (n_saved := self._n_to_save(item, following, n_known)):
             record = self._begin_save(record, item, n_saved, time.perf_counter() - started)
         return replace(record, elapsed_s=time.perf_counter() - started)
 
-    def _computed(self, item: _Item) -> tuple[BatchRecord, int]:
-        """The input computed; and how many of its tokens the registry has, or will when the save in flight has ended."""
+    def _computed(self, item: _Item, following: Sequence[_Item | _Unusable]) -> tuple[BatchRecord, int]:
+        """The input computed; and how many of its tokens the registry has, or will when the save in flight has ended. Of memory
+        that cannot be cut the save begins where the evaluation comes by.
+        """
         engine, ids = self._engine, item.token_ids
         n_kept, in_flight = self._n_held(ids), self._saver.n_shared(ids)
         if min(in_flight, len(ids) - 1) > n_kept:  # worth waiting for: no token is computed that is about to be stored
@@ -228,9 +232,15 @@ class Batch:
             n_restored, n_evaluated, trouble = back.n_restored, back.n_evaluated, back.error
             hit = back.outcome is Outcome.HIT
             n_kept, n_known = (0, n_known) if hit else (self._n_held(ids), 0)
+        passing: _Begun = None, None
         if n_evaluated == 0:
-            engine.evaluate(ids, self._progress, n_kept=n_kept or n_restored)
             n_evaluated = len(ids) - n_kept - n_restored
+            n_at = n_kept or n_restored
+            n_saved = 0 if self._is_cut else min(self._n_to_save(item, following, n_known), len(ids) - 1)
+            if n_saved > n_at:
+                engine.evaluate(ids[:n_saved], self._progress, n_kept=n_at)
+                passing, n_at = self._begun(item, n_saved, self._options.saved_as), n_saved
+            engine.evaluate(ids, self._progress, n_kept=n_at)
         embedding = engine.embedding()
         next_token, confidence = engine.next_token() if embedding is None else (None, None)
         record = BatchRecord(
@@ -245,9 +255,14 @@ class Batch:
             next_token=next_token,
             confidence=confidence,
             embedding=embedding,
-            trouble=trouble and without_frames(trouble),
+            saving=passing[0],
+            trouble=passing[1] or (trouble and without_frames(trouble)),
         )
         return record, max(n_known, in_flight)
+
+    @property
+    def _is_cut(self) -> bool:
+        return self._engine.memory_kind is MemoryKind.FULL
 
     def _n_held(self, token_ids: TokenIds) -> int:
         """How many cells that the engine holds serve an input. Memory that cannot be cut serves whole or not at all."""
@@ -276,17 +291,24 @@ class Batch:
 
     def _begin_save(self, record: BatchRecord, item: _Item, n_saved: int, took_s: float) -> BatchRecord:
         """The record with its save on the way, or with the reason why there is none."""
-        given, saved_as = item.given, item.saved_as
-        if n_saved < len(item.token_ids):
-            whole = self._prefix_ids is not None and n_saved == len(self._prefix_ids)
-            given = self._options.shared_prefix if whole else item.token_ids[:n_saved]  # type: ignore[assignment]
-            saved_as = self._options.saved_as  # it is not this input's alone
+        # A part of the input is not this input's alone.
+        saved_as = item.saved_as if n_saved == len(item.token_ids) else self._options.saved_as
         if record.outcome is BatchOutcome.MISS:  # what the rest took says nothing of the whole
             saved_as = replace(saved_as, prefill_ms=round(took_s * 1000 * n_saved / len(item.token_ids)))
+        saving, trouble = self._begun(item, n_saved, saved_as)
+        return replace(record, saving=saving, trouble=record.trouble or trouble)
+
+    def _begun(self, item: _Item, n_saved: int, saved_as: SaveOptions) -> _Begun:
+        """The save of the first held tokens on its way, or why there is none."""
+        given: Input = item.given
+        if n_saved < len(item.token_ids):
+            prefix = self._options.shared_prefix
+            whole = self._prefix_ids is not None and n_saved == len(self._prefix_ids)
+            given = prefix if whole and prefix is not None else item.token_ids[:n_saved]
         try:
-            return replace(record, saving=self._saver.save(self._engine, n_saved, given, saved_as))
+            return self._saver.save(self._engine, n_saved, given, saved_as), None
         except LlamaCkptError as error:
-            return replace(record, trouble=record.trouble or without_frames(error))
+            return None, without_frames(error)
 
 
 def _outcome(n_tokens: int, n_spared: int) -> BatchOutcome:

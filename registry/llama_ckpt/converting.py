@@ -95,6 +95,9 @@ def _require_fit(engine: Engine, name: str, context_is_known: bool) -> None:
 
 def _require_shape(payload: memoryview, engine: Engine) -> None:
     state, fields = kv_state.parse(payload), engine.fingerprint.fields
+    if engine.layout is not None and state.cell_extension != engine.layout.cell_extension:
+        reason = f"each cell has {state.cell_extension} bytes more in the file, {engine.layout.cell_extension} in this engine"
+        raise Incompatible(reason=reason)
     for field in ("type_k", "type_v", "v_transposed"):
         here, there = getattr(state, field), fields.get(field)
         if here != there:

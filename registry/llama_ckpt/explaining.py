@@ -60,14 +60,15 @@ def _own_times(table: Columns, policy: Policy, now_us: int, i: int) -> Iterator[
 
 def _limits(ruling: Ruling, disk: Disk, i: int) -> Iterator[RuleOpinion]:
     table = ruling.table
-    for name, groups, amounts, limit in retention.limits(ruling, disk):
+    for limit in retention.limits(ruling, disk):
+        groups = limit.groups
         members = np.ones(len(table), dtype=np.bool_) if groups is None else groups == groups[i]
         if groups is not None and groups[i] < 0:
             continue
-        total = int(amounts[members].sum())
-        mine = ruling.rules[ruling.by[i]].startswith(f"over {name} ")
+        total = int(limit.amounts[members].sum())
+        mine = ruling.rules[ruling.by[i]].startswith(f"over {limit.name} ")
         word = RuleWord.CONDEMNS if mine else RuleWord.SILENT
-        yield RuleOpinion(rule=name, word=word, why=f"{total} of {limit} in use before this prune")
+        yield RuleOpinion(rule=limit.name, word=word, why=f"{total} of {limit.limit} in use before this prune")
 
 
 def _place(ruling: Ruling, i: int) -> RuleOpinion:

@@ -74,7 +74,8 @@ def whole_file(row: Checkpoint, cells: Cells, file: formats.CheckpointFile) -> t
         input_hash=row.input_hash,
     )
     metadata = {k: v for k, v in file.contents.metadata.items() if k not in ("parent", "tokens_before")}
-    metadata["checkpoint"] = row.id  # by which deltas name it, whatever the file is called
+    if row.parent_no is not None:
+        metadata["checkpoint"] = row.id  # by which deltas name it, whatever the file is called
     return container.encode_head(header, metadata, cells.token_ids, cells.state)
 
 

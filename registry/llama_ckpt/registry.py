@@ -325,9 +325,16 @@ class Registry(Catalogue):
 
 
 def store_of(settings: Mapping[str, Setting]) -> Path:
-    """The folder that the settings name, or else `default_store`."""
+    """The folder that the settings name, or else `default_store`.
+
+    Raises:
+        BadInput: it is the home folder of a user that there is not.
+    """
     named = settings["store"].value
-    return (Path(named).expanduser() if named else default_store()).absolute()
+    try:
+        return (Path(named).expanduser() if named else default_store()).absolute()
+    except RuntimeError as error:
+        raise BadInput(what="store", value=named, reason=str(error)) from error
 
 
 def default_store() -> Path:

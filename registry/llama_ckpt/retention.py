@@ -152,6 +152,21 @@ def rule(table: Columns, policy: Policy, now_us: int, disk: Disk | None) -> Ruli
     if not len(table):
         return found
     _shield(found)
+    _by_age(found)
+    _keep_needed(found)  # before the limits, which count what stays
+    found.rank()
+    for limit in limits(found, disk):
+        which = _over(found, limit)
+        over = f"over {limit.name} of {limit.limit}"
+        found.condemn(f"{over}: a longer checkpoint begins with all of it", which & found.superseded)
+        found.condemn(f"{over}: {policy.order} says what goes first", which)
+    _by_age(found)  # what was needed by those that went over a limit
+    _keep_needed(found)
+    return found
+
+
+def _by_age(found: Ruling) -> None:
+    table, policy, now_us = found.table, found.policy, found.now_us
     found.condemn(EXPIRED, table.expired(now_us))
     if policy.max_age_s is not None:
         text = f"saved over {{age_s:.0f}} s ago, max_age is {policy.max_age_s:.0f} s"
@@ -159,13 +174,6 @@ def rule(table: Columns, policy: Policy, now_us: int, disk: Disk | None) -> Ruli
     if policy.max_idle_s is not None:
         text = f"unused for over {{idle_s:.0f}} s, max_idle is {policy.max_idle_s:.0f} s"
         found.condemn(text, now_us - table.last_used_us > policy.max_idle_s * _S)
-    found.rank()
-    for name, groups, amounts, limit in limits(found, disk):
-        which = _over(found, groups, amounts, limit)
-        found.condemn(f"over {name} of {limit}: a longer checkpoint begins with all of it", which & found.superseded)
-        found.condemn(f"over {name} of {limit}: {policy.order} says what goes first", which)
-    _keep_needed(found)
-    return found
 
 
 def _shield(found: Ruling) -> None:
@@ -218,24 +226,39 @@ def _keep_needed(found: Ruling) -> None:
     found.by[parents_of(found.table, found.living)] = _NEVER
 
 
-def limits(found: Ruling, disk: Disk | None) -> Iterator[tuple[str, Numbers | None, Numbers, int]]:
-    """The limits that are set: name, groups (None: the whole registry), what is counted, and the limit."""
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A limit that is set (`limit`): `groups` (None: the whole registry) and the `amounts` that are counted in each; from above
+    `high` on it is enforced, down to `low`.
+    """
+
+    name: str
+    limit: int
+    groups: Numbers | None
+    amounts: Numbers
+    high: int
+    low: int
+
+
+def limits(found: Ruling, disk: Disk | None) -> Iterator[Limit]:
+    """The limits of a policy."""
     table, policy = found.table, found.policy
     ones = np.ones(len(table), dtype=np.int64)
     for scope, groups in (("", None), ("_per_model", table.model_no), ("_per_label", table.label_no)):
         for what, amounts in (("max_count", ones), ("max_bytes", table.file_size)):
             limit = getattr(policy, what + scope)
             if limit is not None:
-                yield what + scope, groups, amounts, limit
+                high, low = int(limit * policy.high_water), int(limit * policy.low_water)
+                yield Limit(what + scope, limit, groups, amounts, high, low)
     if disk is not None and (lacking := policy.floor_bytes(disk) - disk.free - disk.pending) > 0:
         # What was condemned until here frees bytes as well.
-        total = int(table.file_size.sum())
-        yield "min_free (the file system has too little room)", None, table.file_size, max(0, total - lacking)
+        left = max(0, int(table.file_size.sum()) - lacking)  # no share of it: just as much as is lacking
+        yield Limit("min_free (the file system has too little room)", left, None, table.file_size, left, left)
 
 
-def _over(found: Ruling, groups: Numbers | None, amounts: Numbers, limit: int) -> Mask:
+def _over(found: Ruling, limit: Limit) -> Mask:
     """The rows that go until each group is within its limit, in the policy's order."""
-    policy, living = found.policy, found.living
+    living, groups, amounts = found.living, limit.groups, limit.amounts
     order = found.order if groups is None else found.order[np.argsort(groups[found.order], kind="stable")]
     order = order[living[order]]
     if groups is not None:
@@ -250,8 +273,7 @@ def _over(found: Ruling, groups: Numbers | None, amounts: Numbers, limit: int) -
     may_go = np.where(found.shielded[order], 0, counted)
     going = np.cumsum(may_go) - may_go  # what went before, in this group
     going -= np.repeat(going[starts], np.diff(np.append(starts, len(order))))
-    high, low = int(limit * policy.high_water), int(limit * policy.low_water)
-    which[order] = (totals > high) & (totals - going > low)
+    which[order] = (totals > limit.high) & (totals - going > limit.low)
     return which
 
 

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import unicodedata
+
+
+def is_visible(character: str) -> bool:
+    """Whether it is printed as it is: no control character and no broken text. Blanks of every script are."""
+    return character.isprintable() or unicodedata.category(character) == "Zs"
+
 
 def size(n_bytes: float) -> str:
     """Bytes for people: 12 B, 3.4 KiB, 92.2 MiB."""

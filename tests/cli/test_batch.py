@@ -183,8 +183,11 @@ def test_results_of_other_inputs_are_refused_and_stay(batch, tmp_path):
 @pytest.mark.parametrize("content", ["my notes\n", '{"line": 1}\n', "[]\n"])
 def test_a_file_of_something_else_is_refused_and_stays(batch, tmp_path, content):
     (tmp_path / "out.jsonl").write_text(content)
+    (tmp_path / "out.jsonl.tmp").write_text("mine")
     batch(TEXTS_JSON).refused(BadInput, "no results of batch")
     assert (tmp_path / "out.jsonl").read_text() == content
+    assert (tmp_path / "out.jsonl.tmp").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.glob("*out.jsonl*")) == ["out.jsonl", "out.jsonl.tmp"]
 
 
 @pytest.mark.parametrize("save", ["prefix", "full"])

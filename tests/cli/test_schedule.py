@@ -324,7 +324,7 @@ def test_what_is_printed_says_where_it_goes_and_nothing_is_written(run, populate
 @pytest.mark.parametrize("kind", KINDS)
 def test_times_are_those_that_were_asked_for(run, populated, kind):
     shown = run("schedule", "install", f"--{kind}", "--cron-expression", "17 3 * * 1-5").succeeded().out
-    expected = {"systemd": "Mon,Tue,Wed,Thu,Fri *-*-* 03:17:00", "cron": "17 3 * * 1-5 ", "windows": "T03:17:00"}
+    expected = {"systemd": "Mon,Tue,Wed,Thu,Fri *-*-* 03:17:00", "cron": "17 3 * * 1,2,3,4,5 ", "windows": "T03:17:00"}
     assert expected.get(kind, "<integer>17</integer>") in shown
     shown = run("schedule", "install", f"--{kind}", "--every", "6h").succeeded().out
     expected = {"systemd": "=21600s", "cron": "0 */6 * * * ", "windows": "PT21600S", "launchd": "<integer>21600<"}

@@ -392,8 +392,20 @@ def test_memory_that_cannot_be_cut_is_used_and_saved_whole(registry, engine, sav
     inputs = [SHARED, [*SHARED, 1], [*SHARED, 2]]
     records = list(in_step(registry.batch(engine, inputs, save=save)))
     assert_as_cold(records, inputs)
-    assert [r.n_kept + r.n_restored for r in records] == [0, 40, 40]
+    assert [r.n_kept + r.n_restored for r in records] == [0, 40, 39]
     assert {row.parent_no for row in registry.list()} == {None}
+
+
+@pytest.mark.parametrize("save", ["prefix", "full"])
+def test_memory_that_cannot_be_cut_is_saved_where_the_evaluation_comes_by(registry, engine, save):
+    engine.memory_kind = MemoryKind.RECURRENT
+    inputs = [[*SHARED, 1], [*SHARED, 2], [*SHARED, 3]]
+    records = list(in_step(registry.batch(engine, inputs, save=save)))
+    assert_as_cold(records, inputs)
+    assert [r.n_restored for r in records] == [0, 40, 40]
+    assert [r.problem for r in records] == [None] * 3
+    again = list(in_step(registry.batch(engine, [[*SHARED, 3], [*SHARED, 4]], save=save)))
+    assert [r.n_kept + r.n_restored for r in again] == [40, 40]
 
 
 @pytest.mark.parametrize(

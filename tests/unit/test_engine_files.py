@@ -498,3 +498,30 @@ def test_a_token_more_than_there_are_cells_is_told():
     assert found.why_not == "it has 3 cells for 5 tokens"
     found = answer(data[:8] + struct.pack("<I", 2) + data[12:20] + data[24:])
     assert found.why_not == "it has 3 cells for 2 tokens"
+
+
+def test_an_empty_slot_of_before_streams_is_told_as_empty():
+    data = b"qsgg" + struct.pack("<II", 2, 0) + struct.pack("<III", 0, 0, 1) + struct.pack("<iQ", 1, 2) * 2
+    found = formats.identify(memoryview(data), "slot.bin")
+    assert (found.format, found.restorable) == ("ggsq", False)
+
+
+@pytest.mark.parametrize("version", [2])
+def test_cells_with_more_bytes_than_a_version_has_are_not_written_for_it(version):
+    file = read(samples.data(samples.POSITIONS))
+    state = engine_files.sequence_state(file)
+    with pytest.raises(Unsupported, match="12 bytes more, which ggsq version 2 has not"):
+        engine_files.encode_ggsq(version, file.token_ids, state)
+
+
+def test_a_recurrent_file_with_a_tail_of_zeros_takes_no_memory_for_them():
+    data = samples.data(samples.RECURRENT)
+    damaged = memoryview(data[: len(data) - 6] + bytes(2_000_000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptFile):
+            engine_files.read(damaged, "the file")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20

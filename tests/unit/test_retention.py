@@ -311,6 +311,29 @@ def test_below_the_floor_of_free_space_as_much_goes_as_is_lacking(floor, pending
     assert condemned(rows, disk=disk, order=Order.OLDEST, **floor) == [r.ckpt_no for r in rows[:goes]]
 
 
+@pytest.mark.parametrize("water", [{}, {"high_water": 1.0, "low_water": 0.5}])
+def test_the_floor_of_free_space_knows_no_water_marks(water):
+    rows = [row(age_s=100 - i) for i in range(10)]
+    disk = Disk(free=3000, total=100_000)
+    assert condemned(rows, disk=disk, order=Order.OLDEST, min_free=3001, **water) == [rows[0].ckpt_no]
+
+
+def test_a_root_that_is_kept_for_its_deltas_counts_against_a_limit():
+    root = row(age_s=900)
+    delta = row(age_s=1, parent_no=root.ckpt_no)
+    others = [row(age_s=50 - i) for i in range(3)]
+    gone = condemned([root, delta, *others], max_idle_s=100, max_count=3, order=Order.OLDEST)
+    assert gone == [others[0].ckpt_no, others[1].ckpt_no]
+
+
+def test_a_root_that_is_idle_goes_with_its_last_delta():
+    root = row(age_s=900)
+    delta = row(age_s=90, parent_no=root.ckpt_no)
+    others = [row(age_s=50 - i) for i in range(3)]
+    gone = condemned([root, delta, *others], max_idle_s=100, max_count=4, order=Order.OLDEST)
+    assert sorted(gone) == [root.ckpt_no, delta.ckpt_no]
+
+
 # -- the order -----------------------------------------------------------------------------------------------------------------
 
 

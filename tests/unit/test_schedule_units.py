@@ -448,3 +448,35 @@ def test_what_windows_cannot_say_is_refused(made):
 def test_a_path_that_no_unit_can_hold_is_refused(word):
     with pytest.raises(BadInput, match="control character"):
         job(word)
+
+
+# -- what a reader once misread ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", ["2w", "12d", "366d", "1.5s"])
+def test_a_long_interval_is_said_without_an_exponent(every):
+    timer = units.systemd_units(job(every=every))["llama-ckpt.timer"]
+    seconds = Trigger.of(every=every).every_s
+    assert f"OnUnitActiveSec={seconds:.1f}".removesuffix(".0") + "s\n" in timer
+    assert "e+" not in timer
+
+
+@pytest.mark.parametrize("cron", ["0 3 1-31 * mon", "0 3 1 * 0-6"])
+def test_where_either_day_does_and_one_is_any_it_is_every_day(cron):
+    assert "OnCalendar=*-*-* 03:00:00" in units.systemd_units(job(cron=cron))["llama-ckpt.timer"]
+
+
+@pytest.mark.parametrize(
+    ("cron", "fields"),
+    [
+        ("5/20 * * * *", "5,25,45 * * * *"),
+        ("*/15 0 */2 * fri-sun", "*/15 0 */2 * 0,5,6"),
+        ("17 3 1-31/2 * mon", "17 3 1,3,5,7,9,11,13,15,17,19,21,23,25,27,29,31 * 1"),
+    ],
+)
+def test_to_cron_a_field_is_said_by_its_values(cron, fields):
+    assert units.cron_fields(Trigger.of(cron=cron)) == fields
+
+
+def test_a_blank_of_another_script_can_stand_in_a_unit():
+    assert "データ　1" in units.systemd_units(job("--store", "/データ　1"))["llama-ckpt.service"]

@@ -13,7 +13,7 @@ from llama_ckpt.engine.llamacpp import LlamaCppEngine
 from llama_ckpt.errors import EngineMissing, LlamaCkptError
 from llama_ckpt.fingerprint import TokenIds, as_token_ids
 from llama_ckpt.formats import kv_edit
-from llama_ckpt.values import Fingerprint, MatchResult, Outcome, RestoreResult, SaveResult, Stats
+from llama_ckpt.values import Fingerprint, MatchResult, MemoryKind, Outcome, RestoreResult, SaveResult, Stats
 
 try:
     from llama_cpp import Llama
@@ -110,19 +110,26 @@ class LlamaCkptCache(BaseLlamaCache):
 
     def _restore(self, token_ids: TokenIds) -> None:
         found = self._registry.match(token_ids, fingerprint=self._engine.fingerprint)
-        if found.outcome is Outcome.HIT and found.n_reusable > _n_common(self._engine.held_token_ids(), self._asked):
+        if found.outcome is Outcome.HIT and found.n_reusable > self._n_held():
             restored = self._registry.restore(self._engine, token_ids)
             log.info("%s: %d of %d tokens: %s", restored.outcome, restored.n_restored, len(token_ids), restored.reason)
         elif found.error is not None:
             log.warning("nothing was restored for a completion: %s", found.reason)
 
+    def _n_held(self) -> int:
+        """How many of the asked tokens the `Llama` holds, if it can go on from there."""
+        held = self._engine.held_token_ids()
+        n_held = _n_common(held, self._asked)
+        return n_held if n_held == len(held) or self._engine.memory_kind is MemoryKind.FULL else 0
+
     def __setitem__(self, key: Sequence[int], value: Any) -> None:
-        """Saves what the `Llama` holds of these token ids: up to the end of the prompt, or all of it with `answers`. The state in
-        `value` is not looked at.
+        """Saves what the `Llama` holds of these token ids: up to the end of the prompt, or all of it with `answers`, and where
+        its memory cannot be cut. The state in `value` is not looked at.
         """
         n_prompt = len(self._asked)
         is_asked = n_prompt > 0 and list(key[:n_prompt]) == self._asked
-        n_tokens = n_prompt if is_asked and not self._answers else len(key)
+        is_cut = self._engine.memory_kind is MemoryKind.FULL
+        n_tokens = n_prompt if is_asked and is_cut and not self._answers else len(key)
         n_tokens = min(n_tokens, self._engine.llama.n_tokens)  # the last token may have been sampled only
         try:
             token_ids = as_token_ids(key[:n_tokens])

@@ -319,6 +319,10 @@ def _translated(
     if parsed.n_cells != len(token_ids):
         reason = f"the state has {parsed.n_cells} cells"
         raise BadInput(what="token ids", value=f"{len(token_ids)} of them", reason=reason)
+    # Positions of more than one number: 8 bytes a cell in the oldest version, 12 since then.
+    if parsed.cell_extension not in (0, 8 if version == min(VERSIONS[kind]) else 12):
+        reason = f"each cell has {parsed.cell_extension} bytes more, which {kind} version {version} has not"
+        raise Unsupported(what="writing this state", reason=reason)
     streams = max(parsed.n_stream, 1) if n_stream is None else n_stream
     dialect = Dialect(streams, VERSIONS[kind][version], parsed.cell_extension)
     # The words tell the truth of the state; an engine that rotates otherwise refuses them.

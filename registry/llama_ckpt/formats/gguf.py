@@ -34,7 +34,7 @@ def architecture(view: memoryview, name: str) -> str:
             if key == _ARCHITECTURE and kind == _STRING:
                 return _text(view, at + 4)[0].decode("ascii")
             at = _behind(view, at + 4, kind)
-    except (struct.error, ValueError, RecursionError) as error:
+    except (struct.error, ValueError, OverflowError, RecursionError) as error:
         raise CorruptFile(path=name, check="GGUF", reason=str(error)) from error
     raise CorruptFile(path=name, check="GGUF", reason="it names no architecture")
 

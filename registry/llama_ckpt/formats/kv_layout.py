@@ -207,6 +207,8 @@ def not_sliceable(state: KvState) -> str | None:
     if any(len(of_cache) != 1 for of_cache in streams):
         return "it holds no cells, or cells of more than one stream"
     reference = np.sort(state.positions)
+    if not len(reference):
+        return "it holds no cells"
     span = int(reference[-1]) - int(reference[0]) + 1
     if span != len(reference) or not (np.diff(reference) == 1).all():
         return "its positions have a gap, or one twice"

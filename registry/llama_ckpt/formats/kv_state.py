@@ -316,8 +316,10 @@ class _Reader:
         while self.at < len(self.data):
             if rows and len(rows) % 2 == 0 and (indexer := self.indexer(before)):
                 return (*before, indexer), Recurrent(positions=positions, n_layer=n_layer, rows=tuple(rows))
+            if len(rows) == 2 * n_layer:
+                raise _Misfit(f"more than {len(rows)} rows of recurrent memory in {n_layer} layers")
             rows.append(self.recurrent_rows(n_cells))
-        if len(rows) % 2 or not 2 <= len(rows) <= 2 * n_layer:
+        if len(rows) % 2 or len(rows) < 2:
             raise _Misfit(f"{len(rows)} rows of recurrent memory in {n_layer} layers")
         return before, Recurrent(positions=positions, n_layer=n_layer, rows=tuple(rows))
 
