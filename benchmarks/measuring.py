@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -75,13 +76,16 @@ def timed(work: Work) -> float:
 def interleaved(
     case: Case, ways: Mapping[str, Work], rounds: int, before: Callable[[str], object] = lambda _: None
 ) -> None:
-    """Takes `rounds` samples of each way into `case`. Every round runs all of them, each round beginning with another one, so
-    that drift and neighbours hit all alike; `before` hears whose turn it is, untimed. One round goes ahead uncounted.
+    """Takes `rounds` samples of each way into `case`. Every round runs all of them, each beginning with another one and going on
+    in an order of its own, so that drift, neighbours, and what the way before left for the disk to do hit all alike; `before`
+    hears whose turn it is, untimed. One round goes ahead uncounted.
     """
     names = list(ways)
     for number in range(-1, rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        first = names[number % len(names)]
+        others = [name for name in names if name != first]
+        random.Random(number).shuffle(others)
+        for name in (first, *others):
             before(name)
             seconds = timed(ways[name])
             if number >= 0:

@@ -144,8 +144,9 @@ yours, beside what the quick set found of the others: `python -m benchmarks --on
 `make bench CHECK=1` fails where a bar is missed; the bars are in [benchmarks/bars.toml](../benchmarks/bars.toml). What was
 missed, and why: [benchmarks-misses.md](benchmarks-misses.md).
 
-Ratios come first: they carry over to other machines, seconds do not. Within a round every way has its turn, each round begins
-with another one, and a ratio is the median of the rounds' own ratios. *Spread* are the quartiles; a 99th percentile stands where
+Ratios come first: they carry over to other machines, seconds do not. Within a round every way has its turn, in an
+order of the round's own, and a ratio is the median of the rounds' own ratios. *Spread* are the quartiles; a 99th percentile
+stands where
 there are 100 samples or more. Nothing that a user waits for is left out of llama-ckpt's times: fsync of file and folder, every
 checksum, the lease and the database commit are in them. *Cold* is after posix_fadvise(DONTNEED) on the file; a disk that is a
 file on a host may still be cached there."""

@@ -18,18 +18,20 @@ from pathlib import Path
 
 from llama_ckpt import admission, foreign, formats, saving
 from llama_ckpt.converting import EngineMaker, convert, layout_of
-from llama_ckpt.db import collecting, queries
+from llama_ckpt.db import queries
 from llama_ckpt.disk import map_file
 from llama_ckpt.errors import (
     BadInput,
     Conflict,
     CorruptFile,
     DatabaseUnavailable,
+    FileMissing,
     Incompatible,
     LlamaCkptError,
     NotFound,
     StoreFull,
     StoreUnavailable,
+    UnsafePath,
     Unsupported,
     without_frames,
 )
@@ -200,7 +202,7 @@ class _Adopter:
     def _own(self, path: Path, place: str) -> Adoption:
         """A file under its own name in our store: a ghost, or one that has its row."""
         with self._parts.database.read() as db:
-            known = queries.get(db, path.stem) if collecting.known_paths(db, [place]) else None
+            known = queries.by_path(db, place)
         if known is not None and known.status is Status.ACTIVE:
             return _registered(path, known)
         if known is not None:
@@ -255,8 +257,12 @@ class _Adopter:
             raise BadInput(what="file", value=str(path), reason=reason)
         if self._options.dry_run:
             return self._would(path, found)
-        if self._left_behind(new) is not None:
-            return _adopted(path, new.n_tokens, register_orphan(self._parts, found.model, new, found.token_ids), "LLAM")
+        if self._parts.store.size(new.file_path) is not None:
+            if self._is_left_behind(new):
+                row = register_orphan(self._parts, found.model, new, found.token_ids)
+                return _adopted(path, new.n_tokens, row, "LLAM")
+            fresh = uuid.uuid4().hex
+            new = replace(new, id=fresh, file_path=path_of(fresh))
         self._count_padding(path, file.contents.padding)
         with admission.admitted(self._parts, new):
             try:
@@ -318,20 +324,19 @@ class _Adopter:
             raise Incompatible(reason=f"checkpoint {row.id} is of the same input hash and has other tokens")
         return row
 
-    def _left_behind(self, new: NewCheckpoint) -> FoundFile | None:
-        """The file that is to be adopted, as an adoption that was interrupted left it under that id; None: no file is there.
-
-        Raises:
-            CorruptFile: another one is there.
+    def _is_left_behind(self, new: NewCheckpoint) -> bool:
+        """Whether the file in the store that has this name is the one that is to be adopted: an adoption that was interrupted
+        leaves it so.
         """
-        if self._parts.store.size(new.file_path) is None:
-            return None
-        there = found_in_store(self._parts, new.file_path, self._planned)
-        if (there.new.input_hash, there.new.payload_crc32) != (new.input_hash, new.payload_crc32):
-            raise CorruptFile(
-                path=new.file_path, check="Row", reason="another file has the name of this one; gc takes it"
-            )
-        return there
+        try:
+            there = found_in_store(self._parts, new.file_path, self._planned).new
+        except (CorruptFile, FileMissing, NotFound, UnsafePath):
+            return False
+        return (there.fingerprint, there.input_hash, there.payload_crc32) == (
+            new.fingerprint,
+            new.input_hash,
+            new.payload_crc32,
+        )
 
 
 def _lacks(found: Adoption) -> str | None:

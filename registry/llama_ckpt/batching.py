@@ -238,8 +238,11 @@ class Batch:
             n_at = n_kept or n_restored
             n_saved = 0 if self._is_cut else min(self._n_to_save(item, following, n_known), len(ids) - 1)
             if n_saved > n_at:
+                started, saved_as = time.perf_counter(), self._options.saved_as
                 engine.evaluate(ids[:n_saved], self._progress, n_kept=n_at)
-                passing, n_at = self._begun(item, n_saved, self._options.saved_as), n_saved
+                if n_at == 0:  # what the rest took says nothing of the whole
+                    saved_as = replace(saved_as, prefill_ms=round((time.perf_counter() - started) * 1000))
+                passing, n_at = self._begun(item, n_saved, saved_as), n_saved
             engine.evaluate(ids, self._progress, n_kept=n_at)
         embedding = engine.embedding()
         next_token, confidence = engine.next_token() if embedding is None else (None, None)

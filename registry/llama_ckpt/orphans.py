@@ -75,10 +75,8 @@ def found_file(
     place: dict[str, Any] = {}
     if start := header.start_token:
         parent, before = _parent(parts, file, name, planned)
-        if metadata.get("tokens_before") not in (
-            None,
-            tokens_hash(before[:start]).hex(),
-        ):  # None: from before they were noted
+        noted = metadata.get("tokens_before")  # nothing by versions that did not note it
+        if noted is not None and noted != tokens_hash(before[:start]).hex():
             reason = f"its first {start} tokens are others than those of checkpoint {parent.id}"
             raise CorruptFile(path=name, check="Structure", reason=reason)
         token_ids = np.concatenate([before[:start], token_ids])

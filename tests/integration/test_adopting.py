@@ -195,6 +195,25 @@ def test_a_folder_whose_adoption_was_interrupted_is_adopted_with_the_deltas_on_i
     assert {row.id for row in registry.list()} == {path.stem for path in paths}
 
 
+def test_a_name_that_another_file_has_in_the_store_is_not_taken_from_it(registry, theirs, engine, left_in_store):
+    other = put(registry.store.root / path_of(theirs.stem), b"no checkpoint")
+    found = one(registry, theirs)
+    assert (found.outcome, found.checkpoint.id != theirs.stem) == (ADOPTED, True)
+    assert other.read_bytes() == b"no checkpoint"
+    assert registry.restore(engine, TEXT).outcome is Outcome.HIT
+    left_in_store.add("orphan")
+
+
+def test_a_flattened_file_of_our_own_whose_row_is_stale_is_left_to_unprune(registry):
+    engine = TokenEngine()
+    for ids in (list(range(40)), list(range(80))):
+        engine.evaluate(ids)
+        row = registry.save(engine, ids).checkpoint
+    whole = registry.flatten(row.id)
+    registry.remove(row.id)
+    refusal(registry, registry.store.root / whole.file_path, BadInput, "llama-ckpt unprune")
+
+
 @pytest.mark.parametrize("parent", [None, "a\0", 7, "../../x", "ab" * 17], ids=repr)
 def test_a_delta_that_names_no_parent_is_refused_and_stops_no_other(registry, their_chain, tmp_path, parent):
     _, _, (longest, _, whole) = their_chain

@@ -139,6 +139,7 @@ def test_each_round_has_every_way_once_and_begins_with_another():
     rounds = ["".join(order[i : i + 3]) for i in range(0, 12, 3)]
     assert [sorted(one) for one in rounds] == [list("abc")] * 4  # one goes ahead uncounted
     assert [one[0] for one in rounds[1:]] == ["a", "b", "c"]
+    assert len({one[one.index("a") - 1] for one in rounds}) > 1, "not always behind the same one"
     assert {way: len(times) for way, times in case.samples.items()} == {"a": 3, "b": 3, "c": 3}
 
 

@@ -119,6 +119,11 @@ def by_number(db: sa.Connection, ckpt_no: int) -> Checkpoint | None:
     return next(iter(rows_of(db, sa.select(*_COLUMNS).where(meta.c.ckpt_no == ckpt_no))), None)
 
 
+def by_path(db: sa.Connection, path: str) -> Checkpoint | None:
+    """The row that names a file, whatever its status."""
+    return next(iter(rows_of(db, sa.select(*_COLUMNS).where(meta.c.file_path == path))), None)
+
+
 def rows_of(db: sa.Connection, query: sa.Select[Any], values: Mapping[str, object] | None = None) -> list[Checkpoint]:
     """What a statement made of `OFFERED` gives, for `values` of its parameters."""
     return [_checkpoint(row) for row in db.execute(query, values)]
