@@ -14,7 +14,7 @@ from support import child
 from llama_ckpt.engine.cache import LlamaCkptCache
 from llama_ckpt.errors import DatabaseUnavailable, EngineFailed
 from llama_ckpt.retention import Policy
-from llama_ckpt.values import Outcome, SaveOutcome
+from llama_ckpt.values import MemoryKind, Outcome, SaveOutcome
 
 pytestmark = pytest.mark.llama
 
@@ -61,6 +61,22 @@ def complete(llama, prompt=PROMPT, **options):
 
 def n_tokens(engine, prompt=PROMPT):
     return len(engine.token_ids(prompt))
+
+
+def test_of_memory_that_cannot_be_cut_prompt_and_answer_are_saved_and_only_the_whole_of_what_is_held_counts(
+    registry, engine, llama, cache, monkeypatch, caplog
+):
+    """The memory of this model can; the cache is told that it cannot."""
+    monkeypatch.setattr(engine, "memory_kind", MemoryKind.RECURRENT)
+    complete(llama)
+    (row,) = registry.list()
+    assert row.n_tokens == llama.n_tokens > n_tokens(engine)
+    assert "not saved" not in caplog.text
+    held = engine.held_token_ids().tolist()
+    cache._asked = [*held, 5]
+    assert cache._n_held() == len(held)
+    cache._asked = [*held[:-3], 5]
+    assert cache._n_held() == 0
 
 
 def test_a_completion_is_the_same_without_with_and_from_the_cache(registry, engine, llama, evaluated, counters):
