@@ -628,7 +628,7 @@ def test_a_match_by_prefix_and_a_later_link_speak_oracles_sql(registry, engine, 
     assert (found.outcome, found.n_matching) == (Outcome.HIT, len(engine.ids))
     with registry.database.write() as db:
         db.execute(sa.delete(checkpoint_prefix))
-        assert queries.by_number(db, saved.ckpt_no) == saved
+        assert queries.by_number(db, saved.ckpt_no) == queries.by_path(db, saved.file_path) == saved
     assert Mender(registry.parts).link() == 1
     assert registry.match(asked, fingerprint=engine.fingerprint).n_matching == len(engine.ids)
 
