@@ -152,10 +152,11 @@ def make_way(
     Raises:
         Conflict: deltas stand on the one whose time is over: it is to be renewed (`renew`).
     """
-    due = [meta.c.active_key == active_key(digest, of_input), meta.c.expires_us <= now_us()]
-    going = {row.ckpt_no: (row, StaleReason.EXPIRED) for row in rows_of(db, sa.select(*_COLUMNS).where(*due))}
-    if any(has_active_child(db, row) for row, _ in going.values()):
-        raise Conflict(what="the checkpoint of this input has expired, and deltas stand on it")
+    going: dict[int, tuple[Checkpoint, StaleReason]] = {}
+    if (expired := _due(db, digest, of_input)) is not None:
+        if has_active_child(db, expired):
+            raise Conflict(what="the checkpoint of this input has expired, and deltas stand on it")
+        going[expired.ckpt_no] = (expired, StaleReason.EXPIRED)
     if old is not None:
         going[old.ckpt_no] = (old, StaleReason.SUPERSEDED)
     if not going:
@@ -167,9 +168,14 @@ def make_way(
 
 def find_expired(db: sa.Connection, digest: bytes, of_input: bytes) -> Checkpoint | None:
     """The ACTIVE row of this fingerprint and input whose time is over, if ACTIVE deltas need it."""
-    due = [meta.c.active_key == active_key(digest, of_input), meta.c.expires_us <= now_us()]
-    row = next(iter(rows_of(db, sa.select(*_COLUMNS).where(*due))), None)
+    row = _due(db, digest, of_input)
     return row if row is not None and has_active_child(db, row) else None
+
+
+def _due(db: sa.Connection, digest: bytes, of_input: bytes) -> Checkpoint | None:
+    """The ACTIVE row of this fingerprint and input whose time is over."""
+    due = [meta.c.active_key == active_key(digest, of_input), meta.c.expires_us <= now_us()]
+    return next(iter(rows_of(db, sa.select(*_COLUMNS).where(*due))), None)
 
 
 def renew(db: sa.Connection, row: Checkpoint, expires_in_s: float | None) -> bool:
