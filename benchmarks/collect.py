@@ -24,15 +24,15 @@ from benchmarks import databases, planting
 from benchmarks.measuring import Case, peak_above_idle, timed
 from benchmarks.sizes import Sizes
 from benchmarks.synthetic import SampleEngine, checkpoint_bytes, ids_number
-from llama_ckpt.collector import Collector
+from llama_ckpt.checkpoints.match import DEFAULT_MIN_TOKENS
+from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db import queries
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
-from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import active_key
 from llama_ckpt.gc_values import GcKind, GcPlan
-from llama_ckpt.matching import DEFAULT_MIN_TOKENS
 from llama_ckpt.registry import Registry
-from llama_ckpt.retention import Policy
+from llama_ckpt.retention.policy import Policy
+from llama_ckpt.store.store import path_of
 
 DAY_US = 86_400 * 1_000_000
 DEAD = "00000000-1-1"  # a temporary of a machine that is not this one

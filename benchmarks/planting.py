@@ -18,10 +18,10 @@ from llama_ckpt.db import queries
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import checkpoint_prefix
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
-from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import TokenIds, active_key, tokens_hash
 from llama_ckpt.formats import container
 from llama_ckpt.registry import Registry
+from llama_ckpt.store.store import path_of
 
 BLOCK = 256
 SYSTEM_BLOCKS, TURNS, DEEP = 4, 5, 128

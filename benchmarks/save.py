@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks import ways
 from benchmarks.measuring import Case, interleaved, peak_above_idle, timed
 from benchmarks.sizes import Sizes
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
 from llama_ckpt.engine.llamacpp import LlamaCppEngine
 from llama_ckpt.fingerprint import TokenIds
 from llama_ckpt.registry import Registry

@@ -13,9 +13,9 @@ from support.sample_engine import SampleEngine
 from llama_ckpt.db import migrate
 from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.errors import DatabaseUnavailable
+from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.metrics import Counters
 from llama_ckpt.registry import Registry
-from llama_ckpt.verify import Verifier
 
 POSTGRESQL = os.environ.get("LLAMA_CKPT_TEST_POSTGRESQL_URL", "postgresql+psycopg://postgres@127.0.0.1:5432/postgres")
 # A schema of its own, e.g. oracle+oracledb://user:password@host/?service_name=FREEPDB1: the tests delete every row of ours in it.

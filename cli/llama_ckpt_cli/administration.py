@@ -52,7 +52,7 @@ def config(session: Session) -> None:
 def upgrade(session: Session) -> None:
     """Create the schema or bring it to this version."""
     from llama_ckpt.db import migrate
-    from llama_ckpt.files import Store
+    from llama_ckpt.store.store import Store
 
     if not session.value("database_url"):
         Store(session.root).create()

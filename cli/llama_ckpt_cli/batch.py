@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llama_ckpt.words import count, size
+from llama_ckpt.humanize import count, size
 from llama_ckpt_cli.batch_files import Line, Results, read_lines
 from llama_ckpt_cli.inputs import ContextSize, FlashAttention, Gguf, KvType, Threads
 from llama_ckpt_cli.output import plain, span
 from llama_ckpt_cli.session import Session, command
 
 if TYPE_CHECKING:
-    from llama_ckpt.batching import BatchInput, BatchRecord
     from llama_ckpt.engine import Engine
     from llama_ckpt.registry import Registry
+    from llama_ckpt.warm.batch import BatchInput, BatchRecord
     from llama_ckpt_cli.output import Output
 
 INTERRUPTED = 130
@@ -177,7 +177,7 @@ class Run:
 
     def _given(self, lines: Iterable[Line], waiting: deque[Line]) -> Iterator[BatchInput]:
         """What the library is asked for. A line that is no input is none for the library either, and so has a record."""
-        from llama_ckpt.batching import BatchInput
+        from llama_ckpt.warm.batch import BatchInput
 
         for line in lines:
             waiting.append(line)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llama_ckpt.words import size
+from llama_ckpt.humanize import size
 from llama_ckpt_cli.inputs import ContextSize, FlashAttention, Gguf, KvType, Text, TextFile, Threads
 from llama_ckpt_cli.output import span, when
 from llama_ckpt_cli.session import MATCHING, Session, command

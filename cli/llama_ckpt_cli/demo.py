@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llama_ckpt.words import size
+from llama_ckpt.humanize import size
 from llama_ckpt_cli.output import span
 from llama_ckpt_cli.session import Session, command
 
 if TYPE_CHECKING:
-    from llama_ckpt.collector import Collector
+    from llama_ckpt.collector.collector import Collector
     from llama_ckpt.engine.llamacpp import LlamaCppEngine
     from llama_ckpt.gc_values import GcPlan
     from llama_ckpt.registry import Registry
@@ -219,10 +219,10 @@ class Story:
 
     def collect(self) -> None:
         """An orphan and the STALE row's file: planned in a dry run, then collected; then everything verifies."""
-        from llama_ckpt.collector import Collector
-        from llama_ckpt.files import path_of
+        from llama_ckpt.collector.collector import Collector
         from llama_ckpt.gc_values import GcKind
-        from llama_ckpt.verify import Verifier, all_ok
+        from llama_ckpt.integrity.verify import Verifier, all_ok
+        from llama_ckpt.store.store import path_of
 
         orphan = self.registry.store.root / path_of("0123456789abcdef" * 2)
         orphan.parent.mkdir(parents=True, exist_ok=True)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from llama_ckpt.words import count, size
+from llama_ckpt.humanize import count, size
 from llama_ckpt_cli.inputs import TextFile
 from llama_ckpt_cli.session import Session, command
 
 if TYPE_CHECKING:
-    from llama_ckpt.adopting import Adoption
-    from llama_ckpt.converting import EngineLayout
     from llama_ckpt.engine.llamacpp import LlamaCppEngine
+    from llama_ckpt.exchange.adopt import Adoption
+    from llama_ckpt.exchange.convert import EngineLayout
     from llama_ckpt_cli.output import Output
 
 _FORMATS = "ggsq (llama-server's slot), ggsn (llama-cli's prompt cache) or llam (a copy for another registry)."
@@ -45,8 +45,8 @@ def adopt(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be adopted; change nothing.")] = False,
 ) -> None:
     """Register checkpoint files of llama-server, llama-cli or another registry, or ghosts of this store."""
-    from llama_ckpt.adopting import AdoptOptions
-    from llama_ckpt.adopting import adopt as adopt_files
+    from llama_ckpt.exchange.adopt import AdoptOptions
+    from llama_ckpt.exchange.adopt import adopt as adopt_files
     from llama_ckpt_cli.inputs import input_text
 
     text = None if text_file is None else input_text(None, text_file)
@@ -140,8 +140,8 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there already.")] = False,
 ) -> None:
     """Write a checkpoint as a file that llama-server, llama-cli or another registry loads, and say how."""
-    from llama_ckpt.exporting import ExportFormat, ExportOptions
-    from llama_ckpt.exporting import export as export_file
+    from llama_ckpt.exchange.export import ExportFormat, ExportOptions
+    from llama_ckpt.exchange.export import export as export_file
     from llama_ckpt_cli.inputs import architecture_of
 
     options = ExportOptions(

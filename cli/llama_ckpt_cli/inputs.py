@@ -171,7 +171,7 @@ def weights_of(model: str, out: Output) -> bytes | None:
         return None
     import platformdirs
 
-    from llama_ckpt.digests import FileDigests, weights_digest_of
+    from llama_ckpt.engine.digests import FileDigests, weights_digest_of
 
     with out.progress(f"SHA-256 of {path.name}") as progress:
         return weights_digest_of(

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llama_ckpt.words import count, size
+from llama_ckpt.humanize import count, size
 from llama_ckpt_cli.output import when
 from llama_ckpt_cli.session import Session, command
 
 if TYPE_CHECKING:
-    from llama_ckpt.foreign import ForeignFolder
+    from llama_ckpt.exchange.foreign import ForeignFolder
+    from llama_ckpt.exchange.survey import Surveyed
     from llama_ckpt.formats import Identified
-    from llama_ckpt.surveying import Surveyed
 
 
 def add_to(app: typer.Typer) -> None:
@@ -63,7 +63,7 @@ def _is_folder(path: Path) -> bool:
 
 def _file(path: Path) -> dict[str, Any]:
     from llama_ckpt import formats
-    from llama_ckpt.disk import map_file
+    from llama_ckpt.store.disk import map_file
 
     with map_file(path) as view:
         found = formats.identify(view, str(path))
@@ -126,7 +126,7 @@ def _verdict(found: Identified) -> str:
 
 
 def _folder(session: Session, path: Path) -> dict[str, Any]:
-    from llama_ckpt.surveying import survey
+    from llama_ckpt.exchange.survey import survey
 
     entries = []
     with session.out.progress(f"reading {path}") as progress:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llama_ckpt.words import count, size
+from llama_ckpt.humanize import count, size
 from llama_ckpt_cli.output import span, when
 from llama_ckpt_cli.session import GRACES, Session, command, confirm
 
@@ -46,7 +46,7 @@ def gc(
     if (subcommand := context.invoked_subcommand) is not None:
         _require_no_options(context, subcommand)
         return None
-    from llama_ckpt.collector import NOTHING, Collector
+    from llama_ckpt.collector.collector import NOTHING, Collector
     from llama_ckpt.config import seconds
 
     policy = session.policy()
@@ -152,7 +152,7 @@ def runs(
     session: Session, last: Annotated[int, typer.Option("--last", "-n", min=1, help="How many runs to show.")] = 20
 ) -> None:
     """Show the last runs of prune and gc: when, where, what they did."""
-    from llama_ckpt.collector import Collector
+    from llama_ckpt.collector.collector import Collector
 
     with session.registry() as registry:
         found = Collector(registry.parts).runs(last)
@@ -172,7 +172,7 @@ def _run_line(run: GcRun) -> list[str]:
 
 def stats(session: Session) -> None:
     """Show totals: checkpoints, bytes, hits, time spared; per model; the last runs of prune and gc."""
-    from llama_ckpt.collector import Collector
+    from llama_ckpt.collector.collector import Collector
 
     with session.registry() as registry:
         totals = registry.stats()

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from llama_ckpt.words import is_visible
+from llama_ckpt.humanize import is_visible
 
 
 class Progress(Protocol):

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llama_ckpt.words import count, size
+from llama_ckpt.humanize import count, size
 from llama_ckpt_cli.session import LIMITS, Session, command, confirm
 
 if TYPE_CHECKING:
+    from llama_ckpt.collector.purge import Purge
     from llama_ckpt.gc_values import Verdict
-    from llama_ckpt.purging import Purge
     from llama_ckpt.registry import Registry
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would happen; change nothing.")]
@@ -29,7 +29,7 @@ def add_to(app: typer.Typer) -> None:
 
 def prune(session: Session, dry_run: DryRun = False, yes: Yes = False) -> None:
     """Mark checkpoints STALE by the policy, or by their own expiry. Frees no bytes: gc does, after the grace."""
-    from llama_ckpt.collector import Collector
+    from llama_ckpt.collector.collector import Collector
 
     policy = session.policy()
     if dry_run:
@@ -74,7 +74,7 @@ def unprune(
 ) -> None:
     """Bring STALE checkpoints back whose files are still whole. Exit code 12: one did not come back."""
     from llama_ckpt.errors import BadInput, VerifyFailed
-    from llama_ckpt.mending import Mender
+    from llama_ckpt.integrity.mend import Mender
 
     if bool(ids) == bool(since):
         raise BadInput(what="unprune", value=since or "nothing", reason="name ids, or --since")
@@ -116,7 +116,7 @@ def _since_us(registry: Registry, text: str) -> int:
 
 def explain(session: Session, checkpoint_id: Annotated[str, typer.Argument(metavar="ID", help="Its id.")]) -> None:
     """Say what each rule of the policy makes of one checkpoint, and whether prune would keep it."""
-    from llama_ckpt.collector import Collector
+    from llama_ckpt.collector.collector import Collector
 
     with session.registry() as registry:
         row = registry.get(checkpoint_id)
@@ -138,7 +138,7 @@ def purge(
     yes: Yes = False,
 ) -> None:
     """Delete rows and files now, pinned ones and deltas that need them too, and prove them gone. Cannot be undone."""
-    from llama_ckpt.purging import Purger
+    from llama_ckpt.collector.purge import Purger
 
     chosen = _purge_of(input_hash, label, model, everything)
     with session.registry() as registry:
@@ -166,8 +166,8 @@ def _tell_purge(session: Session, ids: list[str], done: str) -> None:
 
 
 def _purge_of(input_hash: str | None, label: str | None, model: str | None, everything: bool) -> Purge:
+    from llama_ckpt.collector.purge import Purge
     from llama_ckpt.errors import BadInput
-    from llama_ckpt.purging import Purge
 
     given = [name for name, value in (("--input-hash", input_hash), ("--label", label), ("--model", model)) if value]
     if len(given) + everything != 1:

@@ -10,7 +10,7 @@ import typer
 from llama_ckpt_cli.session import Session, command
 
 if TYPE_CHECKING:
-    from llama_ckpt.repairing import Repaired, Repairer
+    from llama_ckpt.integrity.repair import Repaired, Repairer
 
 Trust = "the CRC is wrong, not what it is of, where nothing in the file tells which."
 
@@ -36,7 +36,7 @@ def repair(
     The original stays, and no file is written over. Exit code 5: a file cannot be put right, and why.
     """
     from llama_ckpt.errors import BadInput
-    from llama_ckpt.repairing import Repairer
+    from llama_ckpt.integrity.repair import Repairer
 
     if output is not None and (in_place or len(files) > 1):
         raise BadInput(what="--output", value=str(output), reason="it goes with one file, and not with --in-place")

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llama_ckpt.words import is_visible
+from llama_ckpt.humanize import is_visible
 
 if TYPE_CHECKING:
-    from llama_ckpt.triggers import Cron, Trigger
+    from llama_ckpt.collector.triggers import Cron, Trigger
 
 NAME = "llama-ckpt"
 LABEL = "llama-ckpt.collector"

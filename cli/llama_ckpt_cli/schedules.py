@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llama_ckpt.words import count, size
+from llama_ckpt.humanize import count, size
 from llama_ckpt_cli.output import when
 from llama_ckpt_cli.session import GRACES, LIMITS, Session, command
 
 if TYPE_CHECKING:
-    from llama_ckpt.schedule import ScheduledRun, ScheduleStatus
+    from llama_ckpt.collector.schedule import ScheduledRun, ScheduleStatus
     from llama_ckpt_cli.schedule_install import Target
     from llama_ckpt_cli.schedule_units import Job
 
@@ -64,8 +64,8 @@ def run(
     name: Name = None,
 ) -> None:
     """Prune by the policy and free what is due, again and again, until SIGTERM or Ctrl-C. One run at a time over all hosts."""
-    from llama_ckpt.schedule import CollectorSchedule
-    from llama_ckpt.triggers import Trigger
+    from llama_ckpt.collector.schedule import CollectorSchedule
+    from llama_ckpt.collector.triggers import Trigger
 
     if once:
         return _run_once(session, every or cron, jitter, name)
@@ -105,8 +105,8 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 
 def _run_once(session: Session, times: str | None, jitter: str | None, name: str | None) -> None:
+    from llama_ckpt.collector.schedule import random_delay_s, run_once
     from llama_ckpt.errors import BadInput, LlamaCkptError, StoreUnavailable
-    from llama_ckpt.schedule import random_delay_s, run_once
 
     if times is not None:
         raise BadInput(what="--once", value=times, reason="leave --every and --cron away")
@@ -135,9 +135,9 @@ def _tell_run(session: Session, ran: ScheduledRun) -> None:
 
 
 def _seconds(jitter: str | None) -> float | None:
+    from llama_ckpt.collector.triggers import MAX_JITTER_S
     from llama_ckpt.config import seconds
     from llama_ckpt.errors import BadInput
-    from llama_ckpt.triggers import MAX_JITTER_S
 
     found = None if jitter is None else seconds(jitter, "--jitter")
     if found is not None and found > MAX_JITTER_S:
@@ -203,7 +203,7 @@ def _target(**wanted: bool) -> tuple[str, Target]:
 
 
 def _job(session: Session, every: str | None, cron: str | None, jitter: str | None) -> Job:
-    from llama_ckpt.triggers import Trigger
+    from llama_ckpt.collector.triggers import Trigger
     from llama_ckpt_cli.schedule_units import Job
 
     trigger = Trigger.of(every=every or (None if cron else _EVERY), cron=cron)
@@ -267,7 +267,7 @@ def _with_comment(name: str, text: str, advice: str) -> str:
 
 def status(session: Session) -> None:
     """Show every schedule of this registry: when it ran, what came of it, when it runs next."""
-    from llama_ckpt.schedule import statuses
+    from llama_ckpt.collector.schedule import statuses
 
     with session.existing_registry(upgrade=False) as there:
         found = statuses(there.parts) if there else []
@@ -282,7 +282,7 @@ def status(session: Session) -> None:
 
 
 def _next(found: ScheduleStatus) -> str:
-    from llama_ckpt.schedule import Standing
+    from llama_ckpt.collector.schedule import Standing
 
     if found.standing is Standing.WAITING:
         return when(found.next_us)

@@ -20,7 +20,7 @@ from llama_ckpt_cli.output import Output
 if TYPE_CHECKING:
     from llama_ckpt.config import Setting
     from llama_ckpt.registry import Registry
-    from llama_ckpt.retention import Policy
+    from llama_ckpt.retention.policy import Policy
 
 _COMMON: dict[str, tuple[Any, Any]] = {
     "database_url": (
@@ -101,7 +101,7 @@ class Session:
 
     def policy(self) -> Policy:
         """The retention policy that flags and settings describe."""
-        from llama_ckpt.policies import policy_of
+        from llama_ckpt.retention.settings import policy_of
 
         return policy_of({name: setting.value for name, setting in self.settings.items()})
 

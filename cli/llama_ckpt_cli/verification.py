@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llama_ckpt.words import count, size
+from llama_ckpt.humanize import count, size
 from llama_ckpt_cli.session import Session, command
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _verify_named(session: Session, names: list[str], deep: bool) -> None:
     import re
 
     from llama_ckpt.errors import FileMissing
-    from llama_ckpt.verify import Verifier, file_checks
+    from llama_ckpt.integrity.verify import Verifier, file_checks
 
     files = {name: Path(name) for name in names if _is_there(name)}
     for name in names:
@@ -90,8 +90,8 @@ def _is_there(name: str) -> bool:
 
 def _verify_all(session: Session, max_age: str | None, max_duration: str | None, repair: bool, deep: bool) -> None:
     from llama_ckpt.config import seconds
-    from llama_ckpt.mending import Mender
-    from llama_ckpt.verify import Verifier, findings_of
+    from llama_ckpt.integrity.mend import Mender
+    from llama_ckpt.integrity.verify import Verifier, findings_of
 
     older_than_s = seconds(max_age, "--max-age") if max_age else 0.0
     longest = seconds(max_duration, "--max-duration") if max_duration else None
@@ -128,7 +128,7 @@ def _report(
     session: Session, checked: list[tuple[str, list[Check]]], ghosts: Sequence[Finding] = (), n_left: int = 0
 ) -> None:
     from llama_ckpt.errors import VerifyFailed
-    from llama_ckpt.verify import all_ok
+    from llama_ckpt.integrity.verify import all_ok
 
     failed = [name for name, checks in checked if not all_ok(checks)]
 

@@ -12,15 +12,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llama_ckpt.collector import Collector
+    from llama_ckpt.collector.collector import Collector
+    from llama_ckpt.integrity.verify import Verifier
     from llama_ckpt.registry import Registry
-    from llama_ckpt.retention import Policy
-    from llama_ckpt.verify import Verifier
+    from llama_ckpt.retention.policy import Policy
 
 __version__ = "0.1.0"
 __all__ = ["Collector", "Policy", "Registry", "Verifier", "__version__"]
 
-_HOMES = {"Collector": "collector", "Policy": "retention", "Registry": "registry", "Verifier": "verify"}
+_HOMES = {
+    "Collector": "collector.collector",
+    "Policy": "retention.policy",
+    "Registry": "registry",
+    "Verifier": "integrity.verify",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from llama_ckpt import finding, flattening
+from llama_ckpt.checkpoints import flatten as flattening
+from llama_ckpt.checkpoints import search as finding
+from llama_ckpt.checkpoints.register import clean_name
+from llama_ckpt.checkpoints.search import Question
+from llama_ckpt.context import Parts
 from llama_ckpt.db import queries, usage
 from llama_ckpt.engine import Vocabulary
 from llama_ckpt.errors import BadInput, NotFound
-from llama_ckpt.finding import Question
 from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash
-from llama_ckpt.parts import Parts
-from llama_ckpt.registering import clean_name
 from llama_ckpt.values import Checkpoint, Fingerprint, MatchResult, RegisteredModel, StaleReason, Stats, Status
 
 _MARKED_AT_ONCE = 2000

@@ -13,25 +13,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from llama_ckpt import config, restoring, saving, warming
-from llama_ckpt.autosave import Autosave
-from llama_ckpt.batching import Batch, BatchInput, BatchOptions, BatchRecord, What
+from llama_ckpt import config
 from llama_ckpt.catalogue import Catalogue
+from llama_ckpt.checkpoints import restore as restoring
+from llama_ckpt.checkpoints import save as saving
+from llama_ckpt.checkpoints.register import SaveOptions
+from llama_ckpt.checkpoints.restore import RestoreOptions
 from llama_ckpt.config import Setting
+from llama_ckpt.context import DEFAULT_DELTA_DEPTH, DEFAULT_MIN_TOKENS, Parts
 from llama_ckpt.db import migrate, prefixes, queries
 from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.engine import Engine, Progress, no_progress
 from llama_ckpt.errors import BadInput
-from llama_ckpt.files import StepHook, Store, no_hook
 from llama_ckpt.fingerprint import Input
-from llama_ckpt.matching import DEFAULT_MIN_TOKENS
 from llama_ckpt.metrics import MetricsSink, NullSink
-from llama_ckpt.parts import DEFAULT_DELTA_DEPTH, Parts
-from llama_ckpt.policies import policy_of
-from llama_ckpt.registering import SaveOptions
-from llama_ckpt.restoring import RestoreOptions
-from llama_ckpt.retention import Policy
-from llama_ckpt.single_flight import DEFAULT_WAIT_S
+from llama_ckpt.retention.policy import Policy
+from llama_ckpt.retention.settings import policy_of
+from llama_ckpt.store.store import StepHook, Store, no_hook
 from llama_ckpt.values import (
     Checkpoint,
     MergeResult,
@@ -39,10 +37,14 @@ from llama_ckpt.values import (
     SaveResult,
     WarmResult,
 )
-from llama_ckpt.warming import WarmOptions
+from llama_ckpt.warm import warm as warming
+from llama_ckpt.warm.autosave import Autosave
+from llama_ckpt.warm.batch import Batch, BatchInput, BatchOptions, BatchRecord, What
+from llama_ckpt.warm.single_flight import DEFAULT_WAIT_S
+from llama_ckpt.warm.warm import WarmOptions
 
 if TYPE_CHECKING:
-    from llama_ckpt.schedule import CollectorSchedule
+    from llama_ckpt.collector.schedule import CollectorSchedule
 
 DATABASE_FILE = "registry.sqlite3"
 
@@ -161,8 +163,8 @@ class Registry(Catalogue):
             BadInput: not one of both is given, or it cannot be read.
             DatabaseUnavailable: the schedule cannot be stored.
         """
-        from llama_ckpt.schedule import CollectorSchedule
-        from llama_ckpt.triggers import Trigger
+        from llama_ckpt.collector.schedule import CollectorSchedule
+        from llama_ckpt.collector.triggers import Trigger
 
         schedule = CollectorSchedule(self.parts, policy, Trigger.of(every=every, cron=cron), jitter_s=jitter_s)
         schedule.start()

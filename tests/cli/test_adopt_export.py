@@ -106,8 +106,8 @@ def test_a_folder_without_a_checkpoint_is_no_failure(run, empty, tmp_path):
 
 
 def test_a_failure_of_the_database_is_told_after_what_was_done(run, empty, folder, monkeypatch):
-    from llama_ckpt import adopting
     from llama_ckpt.errors import DatabaseUnavailable
+    from llama_ckpt.exchange import adopt as adopting
 
     real = adopting._Adopter.file
 

@@ -13,9 +13,9 @@ from support.child import environment
 from support.sample_engine import TokenEngine
 
 from llama_ckpt.errors import BadInput, StoreFull
-from llama_ckpt.files import Store
+from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
-from llama_ckpt.verify import Verifier
+from llama_ckpt.store.store import Store
 from llama_ckpt_cli.batch_files import Results, read_lines
 
 SHARED = " ".join(map(str, range(100, 140)))

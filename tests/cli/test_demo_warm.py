@@ -13,7 +13,7 @@ from support.causal_engine import CausalEngine
 from support.sample_engine import SampleEngine
 
 from llama_ckpt.errors import BadInput, StoreFull
-from llama_ckpt.files import Store
+from llama_ckpt.store.store import Store
 
 PROMPT = "The wind turned to the north-west in the night, and in the morning it rained."
 

@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from llama_ckpt import doctor_store, store_probe
-from llama_ckpt.diagnosis import fail, ok, warn
+from llama_ckpt.doctor import probe as store_probe
+from llama_ckpt.doctor import store as doctor_store
+from llama_ckpt.doctor.diagnosis import fail, ok, warn
 from llama_ckpt.errors import DoctorFailed
-from llama_ckpt.files import MARKER
+from llama_ckpt.store.store import MARKER
 
 
 @pytest.fixture

@@ -399,7 +399,7 @@ def test_a_traceback_reaches_stderr_when_it_is_wanted(populated, monkeypatch):
 def test_what_the_registry_logs_goes_to_stderr_and_quiet_keeps_it_back(run, populated, monkeypatch):
     """An error of the moment is logged as a warning."""
     from llama_ckpt.errors import StoreUnavailable
-    from llama_ckpt.files import Store
+    from llama_ckpt.store.store import Store
 
     def refuse(*_, **__):
         raise StoreUnavailable(path="x", reason="Permission denied (errno EACCES)")

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db import coordination
 from llama_ckpt.db import schedules as rows
 from llama_ckpt.db.connect import Database
 from llama_ckpt.errors import BadInput, EvidenceRefused, LlamaCkptError, StoreUnavailable, Unsupported
-from llama_ckpt.files import MARKER
 from llama_ckpt.gc_values import Sweep
 from llama_ckpt.registry import Registry
+from llama_ckpt.store.store import MARKER
 
 KINDS = ["systemd", "cron", "launchd", "windows"]
 PATIENCE_S = 60

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llama_ckpt.digests import FileDigests
+from llama_ckpt.engine.digests import FileDigests
+from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
-from llama_ckpt.verify import Verifier
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (extra 'llama')")
 

@@ -13,7 +13,7 @@ from support import child
 
 from llama_ckpt.engine.cache import LlamaCkptCache
 from llama_ckpt.errors import DatabaseUnavailable, EngineFailed
-from llama_ckpt.retention import Policy
+from llama_ckpt.retention.policy import Policy
 from llama_ckpt.values import MemoryKind, Outcome, SaveOutcome
 
 pytestmark = pytest.mark.llama

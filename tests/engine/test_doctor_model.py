@@ -6,8 +6,8 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from llama_ckpt import reuse
-from llama_ckpt.doctor import Level, examine
+from llama_ckpt.doctor import reuse
+from llama_ckpt.doctor.examine import Level, examine
 from llama_ckpt.errors import EngineFailed
 from llama_ckpt.values import MemoryKind
 

@@ -8,10 +8,10 @@ import pytest
 from support import samples, tiny_models
 from support.raw_engine import RawEngine
 
-from llama_ckpt.adopting import AdoptOptions, AdoptOutcome, adopt
 from llama_ckpt.engine.llamacpp import LlamaCppEngine
 from llama_ckpt.errors import Incompatible
-from llama_ckpt.exporting import ExportFormat, ExportOptions, export
+from llama_ckpt.exchange.adopt import AdoptOptions, AdoptOutcome, adopt
+from llama_ckpt.exchange.export import ExportFormat, ExportOptions, export
 from llama_ckpt.formats import container, engine_files, kv_edit, kv_numbers, kv_state
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Outcome

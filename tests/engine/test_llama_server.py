@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from support.llama_server import running
 
-from llama_ckpt.adopting import AdoptOptions, AdoptOutcome, adopt
-from llama_ckpt.exporting import ExportFormat, ExportOptions, export
+from llama_ckpt.exchange.adopt import AdoptOptions, AdoptOutcome, adopt
+from llama_ckpt.exchange.export import ExportFormat, ExportOptions, export
 from llama_ckpt.formats import engine_files
 from llama_ckpt.values import Outcome
 

@@ -10,9 +10,9 @@ from support import tiny_models
 
 from llama_ckpt.engine.llamacpp import LlamaCppEngine
 from llama_ckpt.errors import BadInput
+from llama_ckpt.integrity.verify import Verifier, all_ok
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import MemoryKind, Outcome, SaveOutcome
-from llama_ckpt.verify import Verifier, all_ok
 
 SWA_GGUF = os.environ.get("LLAMA_CKPT_TEST_SWA_GGUF")  # read before clean_environment takes it away
 IDS = np.random.default_rng(1).integers(3, 30, 60).astype(np.int32)

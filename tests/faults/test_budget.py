@@ -13,8 +13,8 @@ from support.sample_engine import SampleEngine
 
 from llama_ckpt.db.tables import save_claim
 from llama_ckpt.fingerprint import input_hash
+from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.values import Outcome, Status
-from llama_ckpt.verify import Verifier
 
 LIMIT = 10 << 20
 N_TOKENS = 117  # some 2.7 MB a checkpoint: three fit

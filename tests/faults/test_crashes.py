@@ -9,11 +9,11 @@ import pytest
 from support import child, samples
 from support.whole import checkpoint_bytes
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db import collecting
 from llama_ckpt.gc_values import GcKind
+from llama_ckpt.integrity.verify import Verifier, all_ok
 from llama_ckpt.values import Outcome, SaveOutcome, Status
-from llama_ckpt.verify import Verifier, all_ok
 
 
 def run_child(registry, verb, **order):

@@ -10,19 +10,19 @@ import sqlalchemy as sa
 from support.sample_engine import TokenEngine
 from support.whole import checkpoint_bytes
 
-from llama_ckpt.adopting import AdoptOptions, AdoptOutcome, adopt
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
+from llama_ckpt.collector.purge import Purge, Purger
 from llama_ckpt.db import collecting, queries
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import DatabaseUnavailable, LlamaCkptError
-from llama_ckpt.files import Store, path_of
+from llama_ckpt.exchange.adopt import AdoptOptions, AdoptOutcome, adopt
 from llama_ckpt.gc_values import SeenRow
-from llama_ckpt.mending import Mender
-from llama_ckpt.purging import Purge, Purger
+from llama_ckpt.integrity.mend import Mender
+from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
+from llama_ckpt.store.store import Store, path_of
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
-from llama_ckpt.verify import Verifier
 
 STORY = list(range(100, 140))
 

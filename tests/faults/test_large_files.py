@@ -25,8 +25,8 @@ N_CELLS, N_LAYER = 1024, 2
 CHILD = """
 import json, re, resource, sys
 from pathlib import Path
-from llama_ckpt.repairing import Repairer
-from llama_ckpt.verify import all_ok, file_checks
+from llama_ckpt.integrity.repair import Repairer
+from llama_ckpt.integrity.verify import all_ok, file_checks
 
 def status(name):
     return 1024 * int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])

@@ -11,10 +11,10 @@ from support.databases import empty
 from support.proxy import Proxy
 from support.sample_engine import SampleEngine
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
 from llama_ckpt.errors import CommitUnanswered, DatabaseUnavailable
 from llama_ckpt.registry import Registry
-from llama_ckpt.retention import Policy
+from llama_ckpt.retention.policy import Policy
 from llama_ckpt.values import Outcome, SaveOutcome, Status
 
 

@@ -9,11 +9,11 @@ import sys
 
 from support import child
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db import queries
+from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Outcome, Status
-from llama_ckpt.verify import Verifier
 
 # Restores, saves and collections of the race, over all its processes.
 ROUNDS = int(os.environ.get("LLAMA_CKPT_TEST_ROUNDS", "1000"))  # read before clean_environment takes it away

@@ -10,16 +10,16 @@ import sys
 import pytest
 from support import child, small
 
-from llama_ckpt import disk
 from llama_ckpt.errors import BadInput, StoreFull, StoreUnavailable
-from llama_ckpt.repairing import Repairer
+from llama_ckpt.integrity.repair import Repairer
+from llama_ckpt.store import disk
 
 WHOLE = small.checkpoint()
 PADDED = bytes(5) + WHOLE
 KILLED_AT = """
 import json, os, sys
 from pathlib import Path
-from llama_ckpt.repairing import Repairer
+from llama_ckpt.integrity.repair import Repairer
 path, step, keep = json.loads(sys.argv[1])
 Repairer(in_place=True, keep_backup=keep, hook=lambda now: os._exit(137) if now == step else None).repair(Path(path))
 """
@@ -119,7 +119,7 @@ def test_a_file_that_another_program_changes_meanwhile_is_left_to_it(damaged, ho
 def test_what_does_not_read_back_gets_no_name(damaged, monkeypatch):
     """As when the disk lies: the bytes that were written are not those that are read."""
     real = disk.write_all
-    monkeypatch.setattr("llama_ckpt.disk.write_all", lambda fd, data: real(fd, memoryview(bytes(len(data)))))
+    monkeypatch.setattr("llama_ckpt.store.disk.write_all", lambda fd, data: real(fd, memoryview(bytes(len(data)))))
     with pytest.raises(Exception, match="does not read back"):
         Repairer(in_place=True).repair(damaged)
     assert {p.name: p.read_bytes() for p in damaged.parent.iterdir()} == {"state.llam": PADDED}

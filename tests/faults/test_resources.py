@@ -11,11 +11,11 @@ import pytest
 import sqlalchemy as sa
 from support.sample_engine import SampleEngine, TokenEngine
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
+from llama_ckpt.collector.purge import Purge, Purger
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import CommitUnanswered, Conflict, DatabaseUnavailable, StoreFull, StoreUnavailable
-from llama_ckpt.purging import Purge, Purger
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
 
@@ -65,7 +65,7 @@ def test_a_read_error_of_the_moment_gives_failed_and_the_same_row_hits_later(
         raise OSError(number, "told by the system")
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.os.open", broken)
+        patch.setattr("llama_ckpt.store.store.os.open", broken)
         back = registry.restore(engine, "one")
     assert (back.outcome, back.n_restored) == (Outcome.FAILED, 0)
     assert isinstance(back.error, StoreUnavailable)
@@ -93,7 +93,7 @@ def test_a_warm_that_meets_a_fault_of_the_moment_leaves_the_checkpoint_and_what_
 
     engine.evaluate([1])
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.os.open" if fault == "disk" else "llama_ckpt.db.leases.lease", broken)
+        patch.setattr("llama_ckpt.store.store.os.open" if fault == "disk" else "llama_ckpt.db.leases.lease", broken)
         warmed = registry.warm(engine, story)
     assert warmed.restore.outcome is Outcome.FAILED
     assert warmed.n_evaluated == len(story)
@@ -114,7 +114,7 @@ def test_a_head_of_which_a_part_cannot_be_read_at_this_moment_is_not_taken_for_d
         return real(fd, 100)
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.disk.os.read", first_page_only)
+        patch.setattr("llama_ckpt.store.disk.os.read", first_page_only)
         found = registry.match([*story[:30], 1, 2], fingerprint=engine.fingerprint)
     assert found.outcome is Outcome.FAILED
     assert registry.get(row.id).status is Status.ACTIVE

@@ -14,16 +14,16 @@ from support.causal_engine import CausalEngine, state_of
 from support.links import wrong_links
 from support.sample_engine import SampleEngine
 
-from llama_ckpt import single_flight
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db import coordination
 from llama_ckpt.db.tables import save_claim
 from llama_ckpt.errors import BadInput, DatabaseUnavailable, StoreFull
 from llama_ckpt.fingerprint import flight_key
+from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
-from llama_ckpt.single_flight import SingleFlight
 from llama_ckpt.values import Outcome, SaveOutcome, Status
-from llama_ckpt.verify import Verifier
+from llama_ckpt.warm import single_flight
+from llama_ckpt.warm.single_flight import SingleFlight
 
 KEY = bytes(range(32))
 IDS = list(range(1, 41))

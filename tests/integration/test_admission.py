@@ -12,16 +12,16 @@ from support import samples
 from support.sample_engine import SampleEngine
 from support.whole import checkpoint_bytes
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db import collecting, coordination, queries
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import save_claim
 from llama_ckpt.errors import DatabaseUnavailable, StoreFull, StoreUnavailable
-from llama_ckpt.files import Store, no_hook, path_of
-from llama_ckpt.mending import Mender
+from llama_ckpt.integrity.mend import Mender
 from llama_ckpt.registry import Registry
-from llama_ckpt.retention import Policy
+from llama_ckpt.retention.policy import Policy
+from llama_ckpt.store.store import Store, no_hook, path_of
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
 
 HOUR_US = 3_600_000_000
@@ -353,7 +353,7 @@ def test_where_the_free_space_cannot_be_told_nothing_is_written(registry, limite
 
     before = files_of(registry), registry.list()
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.shutil.disk_usage", broken)
+        patch.setattr("llama_ckpt.store.store.shutil.disk_usage", broken)
         with pytest.raises(StoreUnavailable, match="told by the system"):
             limited(min_free=1).save(engine, "newcomer")
     nothing_changed(registry, *before)

@@ -13,8 +13,7 @@ from support import samples
 from support.sample_engine import SampleEngine, TokenEngine
 from support.whole import checkpoint_bytes
 
-from llama_ckpt import disk, formats
-from llama_ckpt.adopting import AdoptOptions, AdoptOutcome, adopt
+from llama_ckpt import formats
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import (
     BadInput,
@@ -27,12 +26,14 @@ from llama_ckpt.errors import (
     UnsafePath,
     Unsupported,
 )
-from llama_ckpt.files import MARKER, Store, path_of
+from llama_ckpt.exchange.adopt import AdoptOptions, AdoptOutcome, adopt
 from llama_ckpt.fingerprint import fingerprint, input_hash
 from llama_ckpt.formats import container, engine_files, kv_edit, kv_state
 from llama_ckpt.formats.kv_layout import Dialect
 from llama_ckpt.registry import Registry
-from llama_ckpt.retention import Policy
+from llama_ckpt.retention.policy import Policy
+from llama_ckpt.store import disk
+from llama_ckpt.store.store import MARKER, Store, path_of
 from llama_ckpt.values import MemoryKind, Outcome, StaleReason, Status
 
 TEXT = "found without a row"  # of checkpoint_bytes
@@ -261,7 +262,7 @@ def test_a_file_that_changes_while_it_is_copied_is_refused_and_nothing_of_it_is_
         real(source, target, data[:-1])
         os.write(target, bytes([data[-1] ^ 1]))
 
-    monkeypatch.setattr("llama_ckpt.files.copy_rest", torn)
+    monkeypatch.setattr("llama_ckpt.store.store.copy_rest", torn)
     refusal(registry, theirs, CorruptFile, "changed while it was adopted")
     assert files_of(registry) == []
 
@@ -331,7 +332,7 @@ def test_a_file_of_our_own_whose_row_is_stale_is_left_to_unprune(registry, saved
 def test_our_own_folder_is_looked_through_without_opening_the_database(registry, saved, monkeypatch):
     opened = []
     real = disk.map_file
-    monkeypatch.setattr("llama_ckpt.adopting.map_file", lambda path: opened.append(path.name) or real(path))
+    monkeypatch.setattr("llama_ckpt.exchange.adopt.map_file", lambda path: opened.append(path.name) or real(path))
     ghost = put(registry.store.root / path_of("cd" * 16), checkpoint_bytes())
     unfinished = put(registry.store.root / f"{path_of('ef' * 16)[:-5]}.tmp", checkpoint_bytes("unfinished"))
     outcomes = {found.path.name: found for found in run(registry, registry.store.root, registry.store.root.parent)}

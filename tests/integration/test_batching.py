@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from support.sample_engine import TokenEngine
 
-from llama_ckpt import background
-from llama_ckpt.batching import BatchInput
 from llama_ckpt.db.connect import Database
 from llama_ckpt.errors import BadInput, DatabaseUnavailable, EngineFailed, StoreFull
 from llama_ckpt.fingerprint import input_hash
 from llama_ckpt.values import MemoryKind, SaveOutcome, Status
+from llama_ckpt.warm import background
+from llama_ckpt.warm.batch import BatchInput
 
 MODES = ["prefix", "full", "none"]
 SHARED = list(range(100, 140))

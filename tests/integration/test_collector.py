@@ -6,16 +6,16 @@ import pytest
 import sqlalchemy as sa
 from support.whole import checkpoint_bytes
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
+from llama_ckpt.context import Parts
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_lease
 from llama_ckpt.errors import Busy, DatabaseUnavailable, EvidenceRefused, StoreUnavailable
-from llama_ckpt.files import path_of
 from llama_ckpt.gc_values import GcKind, GcPlan
-from llama_ckpt.parts import Parts
 from llama_ckpt.registry import Registry
-from llama_ckpt.retention import Policy
+from llama_ckpt.retention.policy import Policy
+from llama_ckpt.store.store import path_of
 from llama_ckpt.values import Outcome, StaleReason, Status
 
 HOUR_US = 3_600_000_000
@@ -351,7 +351,7 @@ def test_a_host_whose_clock_is_a_day_off_is_refused(registry, engine, saved, col
     import time
 
     real = time.time
-    monkeypatch.setattr("llama_ckpt.collector.time.time", lambda: real() + seconds)
+    monkeypatch.setattr("llama_ckpt.collector.collector.time.time", lambda: real() + seconds)
     with pytest.raises(
         EvidenceRefused, match=rf"clock is {'.' if seconds > 0 else '-'}86[34]\d\d s from the database's"
     ):

@@ -12,19 +12,19 @@ import sqlalchemy as sa
 from support.links import wrong_links
 from support.sample_engine import TokenEngine
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
+from llama_ckpt.collector.purge import Purge, Purger
 from llama_ckpt.db import queries
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_info
 from llama_ckpt.errors import BadInput, CommitUnanswered, Conflict, StoreFull
 from llama_ckpt.gc_values import GcKind
-from llama_ckpt.mending import Mender
-from llama_ckpt.purging import Purge, Purger
+from llama_ckpt.integrity.mend import Mender
+from llama_ckpt.integrity.verify import Verifier, all_ok
 from llama_ckpt.registry import Registry
-from llama_ckpt.retention import Order, Policy
+from llama_ckpt.retention.policy import Order, Policy
 from llama_ckpt.values import MatchResult, Outcome, SaveOutcome, StaleReason, Status
-from llama_ckpt.verify import Verifier, all_ok
 
 STORY = list(range(100, 140))
 PARTING = [*STORY[:30], *range(900, 920)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.metadata
 import os
 import shutil
 import stat
@@ -15,14 +16,17 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from llama_ckpt import doctor, doctor_store, owners, schedule, store_probe
+from llama_ckpt.collector import schedule
 from llama_ckpt.config import DEFAULTS
 from llama_ckpt.db import health, migrate, schedules
 from llama_ckpt.db.connect import Database, sqlite_url
-from llama_ckpt.doctor import Level, examine, worst
+from llama_ckpt.doctor import Diagnosis, Level, examine, worst
+from llama_ckpt.doctor import probe as store_probe
+from llama_ckpt.doctor import store as doctor_store
 from llama_ckpt.errors import BadInput, StoreUnavailable
-from llama_ckpt.files import MARKER, Store
 from llama_ckpt.registry import DATABASE_FILE, Registry
+from llama_ckpt.store import writers as owners
+from llama_ckpt.store.store import MARKER, Store
 
 OK, WARN, FAIL = Level.OK, Level.WARN, Level.FAIL
 HOUR_S = 3600
@@ -83,15 +87,15 @@ def test_a_sound_registry_has_nothing_that_fails_and_every_line_has_a_figure_or_
 def test_the_worst_level_is_that_of_the_worst_line(look_at):
     found = list(look_at().values())
     assert worst([]) is OK
-    assert worst([*found, doctor.Diagnosis("x", WARN, "")]) is WARN
-    assert worst([doctor.Diagnosis("x", FAIL, ""), *found]) is FAIL
+    assert worst([*found, Diagnosis("x", WARN, "")]) is WARN
+    assert worst([Diagnosis("x", FAIL, ""), *found]) is FAIL
 
 
 def test_versions_are_told_also_without_the_engine(fresh, monkeypatch):
     def missing(name):
-        raise doctor.importlib.metadata.PackageNotFoundError(name)
+        raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(doctor.importlib.metadata, "version", missing)
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     found = fresh()
     assert_line(found["llama-cpp-python"], OK, "not installed")
     assert_line(found["SQLite"], OK, "3.")
@@ -530,7 +534,7 @@ def test_a_damaged_sqlite_file_fails(tmp_path):
 
 
 def test_a_large_sqlite_file_is_not_read_whole(fresh, monkeypatch):
-    monkeypatch.setattr("llama_ckpt.doctor_database._QUICK_CHECK_BYTES", 1)
+    monkeypatch.setattr("llama_ckpt.doctor.database._QUICK_CHECK_BYTES", 1)
     assert_line(fresh()["SQLite file"], OK, "too large to check here")
 
 
@@ -640,7 +644,8 @@ def test_a_store_that_cannot_be_walked_fails(registry, look_at, monkeypatch):
 
 
 def test_a_huge_store_is_not_counted_to_its_end(look_at, monkeypatch):
-    monkeypatch.setattr(doctor, "_MOST_FILES", 0)
+    module = importlib.import_module("llama_ckpt.doctor.examine")
+    monkeypatch.setattr(module, "_MOST_FILES", 0)
     assert_line(look_at()["files"], OK, "over 0 files (no more were counted)")
 
 

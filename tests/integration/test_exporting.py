@@ -9,9 +9,9 @@ import pytest
 from support import samples
 from support.sample_engine import SampleEngine
 
-from llama_ckpt.adopting import AdoptOptions, AdoptOutcome, adopt
 from llama_ckpt.errors import BadInput, CorruptFile, FileMissing, StoreFull, Unsupported
-from llama_ckpt.exporting import ExportFormat, ExportOptions, export
+from llama_ckpt.exchange.adopt import AdoptOptions, AdoptOutcome, adopt
+from llama_ckpt.exchange.export import ExportFormat, ExportOptions, export
 from llama_ckpt.fingerprint import fingerprint
 from llama_ckpt.formats import engine_files, kv_edit
 from llama_ckpt.formats.kv_layout import Dialect
@@ -214,7 +214,7 @@ def test_a_full_disk_leaves_nothing(registry, saved, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("llama_ckpt.disk.write_all", full)
+    monkeypatch.setattr("llama_ckpt.store.disk.write_all", full)
     with pytest.raises(StoreFull, match="No space left"):
         write(registry, saved, tmp_path / "folder-of-nothing")
     assert [p.name for p in tmp_path.iterdir() if "folder-of-nothing" in p.name] == []

@@ -11,19 +11,19 @@ import sqlalchemy as sa
 from support.links import wrong_links
 from support.sample_engine import TokenEngine
 
-from llama_ckpt import finding
-from llama_ckpt.collector import Collector
+from llama_ckpt.checkpoints import search as finding
+from llama_ckpt.checkpoints.search import Question
+from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db import prefixes, queries
 from llama_ckpt.db.tables import checkpoint_prefix, registry_info
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import BadInput, DatabaseUnavailable, StoreUnavailable
-from llama_ckpt.files import MARKER
-from llama_ckpt.finding import Question
 from llama_ckpt.fingerprint import links_of, prefix_hashes, tokens_hash
 from llama_ckpt.formats import container
-from llama_ckpt.mending import Mender
+from llama_ckpt.integrity.mend import Mender
 from llama_ckpt.registry import Registry
-from llama_ckpt.retention import Policy
+from llama_ckpt.retention.policy import Policy
+from llama_ckpt.store.store import MARKER
 from llama_ckpt.values import Divergence, MemoryKind, Outcome, StaleReason, Status
 
 BLOCK = 4
@@ -511,7 +511,7 @@ def test_a_sound_orphan_gets_its_links_with_its_row(registry, save, find):
 
 
 def _ghosts(registry):
-    from llama_ckpt.verify import Verifier
+    from llama_ckpt.integrity.verify import Verifier
 
     return list(Verifier(registry.database, registry.store).ghosts())
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llama_ckpt.errors import StoreUnavailable
-from llama_ckpt.foreign import recognise
+from llama_ckpt.exchange.foreign import recognise
 
 diskcache = pytest.importorskip("diskcache", reason="the package diskcache is not installed (extra 'llama')")
 

@@ -10,12 +10,12 @@ import pytest
 import sqlalchemy as sa
 from support.whole import checkpoint_bytes
 
-from llama_ckpt import owners
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import StoreUnavailable
-from llama_ckpt.files import path_of
 from llama_ckpt.gc_values import GcKind
+from llama_ckpt.store import writers as owners
+from llama_ckpt.store.store import path_of
 from llama_ckpt.values import Outcome
 
 HOUR_S = 3600

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import sqlalchemy as sa
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db import coordination, prefixes, queries
 from llama_ckpt.db.tables import checkpoint_prefix, save_claim
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import BadInput, Conflict
-from llama_ckpt.files import path_of
-from llama_ckpt.retention import Policy
+from llama_ckpt.retention.policy import Policy
+from llama_ckpt.store.store import path_of
 from llama_ckpt.values import MemoryKind, NewCheckpoint, PrefixLink, StaleReason, Status
 
 

@@ -11,18 +11,18 @@ import sqlalchemy as sa
 from support.sample_engine import TokenEngine
 from support.whole import checkpoint_bytes
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db import collecting, queries
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import StoreUnavailable
-from llama_ckpt.files import MARKER, path_of
 from llama_ckpt.formats import container
 from llama_ckpt.gc_values import FindingKind
-from llama_ckpt.mending import Mender
+from llama_ckpt.integrity.mend import Mender
+from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
-from llama_ckpt.retention import Policy
+from llama_ckpt.retention.policy import Policy
+from llama_ckpt.store.store import MARKER, path_of
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
-from llama_ckpt.verify import Verifier
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ import sqlalchemy as sa
 from support.sample_engine import SampleEngine, TokenEngine
 from support.whole import checkpoint_bytes
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
+from llama_ckpt.collector.purge import Purge, Purger
 from llama_ckpt.db import collecting, queries
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_lease, save_claim
 from llama_ckpt.errors import BadInput, Busy, Conflict, StoreUnavailable
-from llama_ckpt.files import MARKER, path_of
 from llama_ckpt.fingerprint import input_hash
-from llama_ckpt.mending import Mender
-from llama_ckpt.purging import Purge, Purger
+from llama_ckpt.integrity.mend import Mender
+from llama_ckpt.store.store import MARKER, path_of
 from llama_ckpt.values import NewCheckpoint, Outcome, SaveOutcome, Status
 
 GHOST_TEXT = "found without a row"
@@ -113,7 +113,7 @@ def test_many_rows_go_in_batches_and_deltas_before_what_they_stand_on(registry, 
     for n_tokens in (40, 80, 120, 160, 200):
         engine.evaluate(list(range(n_tokens)))
         registry.save(engine, list(range(n_tokens)), label="story")
-    monkeypatch.setattr("llama_ckpt.purging._AT_ONCE", 2)
+    monkeypatch.setattr("llama_ckpt.collector.purge._AT_ONCE", 2)
     report = Purger(registry.parts).run(Purge(label="story"))
     assert (report.n_rows, report.n_files) == (5, 5)
     assert [row.id for row in registry.list()] == [kept.id]

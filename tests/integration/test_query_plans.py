@@ -12,14 +12,14 @@ from dataclasses import replace
 import pytest
 import sqlalchemy as sa
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
+from llama_ckpt.collector.purge import Purge, Purger
 from llama_ckpt.db import collecting
 from llama_ckpt.db.connect import sqlite_url
 from llama_ckpt.gc_values import SeenRow
-from llama_ckpt.mending import Mender
-from llama_ckpt.purging import Purge, Purger
+from llama_ckpt.integrity.mend import Mender
 from llama_ckpt.registry import Registry
-from llama_ckpt.retention import Policy
+from llama_ckpt.retention.policy import Policy
 from llama_ckpt.values import StaleReason
 
 LARGE = ("llama_checkpoint_meta", "checkpoint_prefix")

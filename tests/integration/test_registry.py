@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from support import samples
 from support.sample_engine import NOTHING, SampleEngine, TokenEngine
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db import queries
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import BadInput, EngineStateMismatch, EvidenceRefused, NotFound, StoreUnavailable

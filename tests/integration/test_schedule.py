@@ -13,18 +13,18 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import sqlalchemy as sa
 
-from llama_ckpt import schedule as module
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector import schedule as module
+from llama_ckpt.collector.collector import Collector
+from llama_ckpt.collector.schedule import CollectorSchedule, Standing, holder_of, run_once, statuses
+from llama_ckpt.collector.triggers import Trigger
 from llama_ckpt.db import coordination
 from llama_ckpt.db import schedules as rows
 from llama_ckpt.db.tables import gc_schedule
 from llama_ckpt.errors import BadInput, DatabaseUnavailable, EvidenceRefused, StoreUnavailable
-from llama_ckpt.files import MARKER
 from llama_ckpt.gc_values import Sweep
 from llama_ckpt.registry import Registry
-from llama_ckpt.retention import Policy
-from llama_ckpt.schedule import CollectorSchedule, Standing, holder_of, run_once, statuses
-from llama_ckpt.triggers import Trigger
+from llama_ckpt.retention.policy import Policy
+from llama_ckpt.store.store import MARKER
 from llama_ckpt.values import Status
 
 PATIENCE_S = 20
@@ -457,8 +457,7 @@ def test_any_text_of_an_error_fits_into_the_row(registry, runs, monkeypatch):
 
 PROGRAM = """
 import sys, threading
-from llama_ckpt import Registry
-from llama_ckpt.retention import Policy
+from llama_ckpt import Policy, Registry
 working = threading.Event()
 def hook(step):
     if step == "walked":

@@ -17,9 +17,9 @@ from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import checkpoint_prefix, gc_run, llama_model, metadata
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import Conflict, DatabaseUnavailable
-from llama_ckpt.files import path_of
 from llama_ckpt.fingerprint import active_key
 from llama_ckpt.gc_values import SeenRow
+from llama_ckpt.store.store import path_of
 from llama_ckpt.values import MemoryKind, NewCheckpoint, PrefixLink, StaleReason
 
 MODEL = bytes(range(32))

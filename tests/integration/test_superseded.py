@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from support.sample_engine import TokenEngine
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
 from llama_ckpt.registry import Registry
-from llama_ckpt.retention import Policy
+from llama_ckpt.retention.policy import Policy
 from llama_ckpt.values import MemoryKind, Outcome, Status
 
 STORY = list(range(100, 220))

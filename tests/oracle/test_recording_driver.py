@@ -23,7 +23,8 @@ from sqlalchemy.dialects.oracle.oracledb import OracleDialect_oracledb
 from support import oracle_rules
 from support.recording_oracle import COMMIT, ROLLBACK, RecordingOracle, Statement
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
+from llama_ckpt.collector.purge import Purge, Purger
 from llama_ckpt.db import collecting, coordination, leases, migrate, prefixes, queries, schedules, usage
 from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.db.tables import checkpoint_prefix, gc_run, llama_model, registry_lease, save_claim
@@ -31,10 +32,10 @@ from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import BadInput, Busy, CommitUnanswered, Conflict, DatabaseUnavailable, StoreUnavailable
 from llama_ckpt.fingerprint import input_hash
 from llama_ckpt.gc_values import GcKind, SeenRow
-from llama_ckpt.mending import Mender
-from llama_ckpt.purging import Purge, Purger
+from llama_ckpt.integrity.mend import Mender
+from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
-from llama_ckpt.retention import Policy
+from llama_ckpt.retention.policy import Policy
 from llama_ckpt.values import (
     Checkpoint,
     MemoryKind,
@@ -45,7 +46,6 @@ from llama_ckpt.values import (
     StaleReason,
     Status,
 )
-from llama_ckpt.verify import Verifier
 
 URL = "oracle+oracledb://someone:secret@db.example/?service_name=FREEPDB1"
 VERSIONS = {"19c": "19.21.0.0.0", "23ai": "23.5.0.24.7"}

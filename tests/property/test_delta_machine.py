@@ -13,12 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.links import wrong_links
 from support.sample_engine import TokenEngine
 
-from llama_ckpt.collector import Collector
+from llama_ckpt.collector.collector import Collector
 from llama_ckpt.errors import BadInput
+from llama_ckpt.integrity.verify import Verifier, all_ok
 from llama_ckpt.registry import Registry
-from llama_ckpt.retention import Policy
+from llama_ckpt.retention.policy import Policy
 from llama_ckpt.values import Outcome, SaveOutcome, Status
-from llama_ckpt.verify import Verifier, all_ok
 
 FLOOR = 3
 STEMS = st.sampled_from([[1] * 6, [1, 2, 2, 1, 1, 2, 1, 2, 2], [2] * 12])
@@ -67,7 +67,7 @@ class Machine(RuleBasedStateMachine):
             assert self.engine.held.tolist() == ids[: len(self.engine.held)]
 
     def ids_of(self, row):
-        from llama_ckpt.finding import token_ids_of
+        from llama_ckpt.checkpoints.search import token_ids_of
 
         return token_ids_of(self.registry.parts, row).tolist()
 

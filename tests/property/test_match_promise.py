@@ -10,13 +10,13 @@ from support.databases import empty
 from support.links import wrong_links
 from support.sample_engine import TokenEngine
 
+from llama_ckpt.checkpoints.search import MOST_HEADS
 from llama_ckpt.db.connect import sqlite_url
 from llama_ckpt.db.tables import registry_info
 from llama_ckpt.errors import BadInput
-from llama_ckpt.finding import MOST_HEADS
+from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Status
-from llama_ckpt.verify import Verifier
 
 BLOCK, FLOOR = 4, 3
 IDS = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=14)

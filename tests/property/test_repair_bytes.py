@@ -8,7 +8,7 @@ from support import samples, small
 from llama_ckpt import formats
 from llama_ckpt.errors import CorruptFile
 from llama_ckpt.formats import engine_files
-from llama_ckpt.verify import all_ok, file_checks
+from llama_ckpt.integrity.verify import all_ok, file_checks
 
 WHOLE = small.checkpoint()
 HEAD = 4096

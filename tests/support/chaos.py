@@ -27,10 +27,10 @@ def child(url: str, store: str, seed: int, n_operations: int, seconds: float) ->
     """Works until it has done its share or its time is over; prints what it did as JSON."""
     from support.sample_engine import SampleEngine
 
-    from llama_ckpt.collector import Collector
+    from llama_ckpt.collector.collector import Collector
     from llama_ckpt.errors import Busy, NotFound
     from llama_ckpt.registry import Registry
-    from llama_ckpt.retention import Policy
+    from llama_ckpt.retention.policy import Policy
 
     choice, counts, end = random.Random(seed), {}, time.monotonic() + seconds
     engine = SampleEngine()
@@ -112,9 +112,9 @@ def broken_invariants(url: str, store: Path) -> list[str]:
     """What does not hold, in words; nothing when all is well."""
     from support.links import wrong_links
 
+    from llama_ckpt.integrity.verify import Verifier
     from llama_ckpt.registry import Registry
     from llama_ckpt.values import Status
-    from llama_ckpt.verify import Verifier
 
     broken: list[str] = []
     with Registry.open(url, store) as registry:

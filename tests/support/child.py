@@ -25,12 +25,12 @@ def main() -> None:
     from support import samples
     from support.sample_engine import SampleEngine
 
-    from llama_ckpt.adopting import AdoptOptions, adopt
-    from llama_ckpt.collector import Collector
-    from llama_ckpt.mending import Mender
-    from llama_ckpt.purging import Purge, Purger
+    from llama_ckpt.collector.collector import Collector
+    from llama_ckpt.collector.purge import Purge, Purger
+    from llama_ckpt.exchange.adopt import AdoptOptions, adopt
+    from llama_ckpt.integrity.mend import Mender
     from llama_ckpt.registry import Registry
-    from llama_ckpt.retention import Policy
+    from llama_ckpt.retention.policy import Policy
     from llama_ckpt.values import Status
 
     n_tokens = order.get("n_tokens")  # a larger file than a recorded state gives
@@ -70,9 +70,9 @@ def main() -> None:
 
 def race(registry, engine, role: str, texts: list[str], rounds: int) -> dict[str, int]:
     """Reads, saves, or marks and frees, over and over; counts what each round came to."""
-    from llama_ckpt.collector import Collector
+    from llama_ckpt.collector.collector import Collector
     from llama_ckpt.errors import Busy
-    from llama_ckpt.retention import Policy
+    from llama_ckpt.retention.policy import Policy
 
     collector, counts = Collector(registry.parts), {}
     choice = random.Random(os.getpid())

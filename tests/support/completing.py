@@ -9,8 +9,8 @@ from pathlib import Path
 
 def main() -> None:
     order = json.loads(sys.argv[1])
-    from llama_ckpt.digests import FileDigests
     from llama_ckpt.engine.cache import LlamaCkptCache
+    from llama_ckpt.engine.digests import FileDigests
     from llama_ckpt.engine.llamacpp import LlamaCppEngine
     from llama_ckpt.registry import Registry
 

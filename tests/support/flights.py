@@ -46,8 +46,8 @@ def work(order: dict) -> dict:
     """Warms all inputs; says what was evaluated, restored and waited."""
     from support.causal_engine import CausalEngine, state_of
 
-    from llama_ckpt import single_flight
     from llama_ckpt.registry import Registry
+    from llama_ckpt.warm import single_flight
 
     choice = random.Random(order["seed"])
     left = {order["die_at"]: order["die_after"]} if order.get("die_at") else {}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from llama_ckpt.checkpoints.search import token_ids_of
 from llama_ckpt.db import prefixes
 from llama_ckpt.db.tables import checkpoint_prefix
-from llama_ckpt.finding import token_ids_of
 from llama_ckpt.fingerprint import links_of
 from llama_ckpt.values import PrefixLink, Status
 

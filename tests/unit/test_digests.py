@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from llama_ckpt import digests as module
-from llama_ckpt.digests import FileDigests, identity_of, shards_of, weights_digest_of
+from llama_ckpt.engine import digests as module
+from llama_ckpt.engine.digests import FileDigests, identity_of, shards_of, weights_digest_of
 from llama_ckpt.errors import BadInput
 
 A, B = b"first content", b"other content"
@@ -191,7 +191,7 @@ def test_a_read_only_place_for_the_memory_costs_hashing_and_nothing_else(digests
 
     memory.parent.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.digests.Path.write_text", refuse)
+        patch.setattr("llama_ckpt.engine.digests.Path.write_text", refuse)
         assert hashed(digests, model) == (sha(A), True)
         assert hashed(digests, model) == (sha(A), True)
     assert list(memory.parent.iterdir()) == []
@@ -248,7 +248,7 @@ def test_a_file_that_cannot_be_read_any_more_is_refused_with_the_systems_words(d
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.digests.Path.open", broken)
+        patch.setattr("llama_ckpt.engine.digests.Path.open", broken)
         with pytest.raises(BadInput, match="Input/output error"):
             digests.sha256(model)
 

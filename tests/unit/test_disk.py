@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from llama_ckpt import disk
 from llama_ckpt.errors import BadInput, StoreUnavailable
+from llama_ckpt.store import disk
 
 
 def names(folder):

@@ -15,12 +15,14 @@ import types
 import numpy as np
 import pytest
 
-from llama_ckpt import disk, files, owners
-from llama_ckpt.disk import map_file
 from llama_ckpt.errors import FileMissing, StoreFull, StoreUnavailable, UnsafePath
-from llama_ckpt.files import Store, path_of
+from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
-from llama_ckpt.verify import Verifier
+from llama_ckpt.store import disk
+from llama_ckpt.store import store as files
+from llama_ckpt.store import writers as owners
+from llama_ckpt.store.disk import map_file
+from llama_ckpt.store.store import Store, path_of
 
 ID = "abcd0123456789abcdef0123456789ab"
 PATH = f"ab/cd/{ID}.llam"
@@ -95,7 +97,7 @@ def test_a_system_that_writes_a_thousand_bytes_at_a_time_gives_the_whole_file(st
         return sizes[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.os.write", short)
+        patch.setattr("llama_ckpt.store.store.os.write", short)
         store.write(ID, HEAD, PAYLOAD)
     assert read(store) == WHOLE
     assert max(sizes) == 1000
@@ -127,8 +129,8 @@ def test_a_file_is_synced_before_it_gets_its_name_and_its_folder_after(store, mo
 
     (store.root / "ab" / "cd").mkdir(parents=True)
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.os.fsync", recorded("fsync", os.fsync))
-        patch.setattr("llama_ckpt.files.os.rename", recorded("rename", os.rename))
+        patch.setattr("llama_ckpt.store.store.os.fsync", recorded("fsync", os.fsync))
+        patch.setattr("llama_ckpt.store.store.os.rename", recorded("rename", os.rename))
         store.write(ID, HEAD, PAYLOAD)
     assert told == [("fsync", False), ("rename", None), ("fsync", True)]
 
@@ -137,8 +139,8 @@ def test_a_file_is_synced_before_it_gets_its_name_and_its_folder_after(store, mo
 def test_the_page_cache_is_dropped_where_it_was_asked_for_after_the_sync_and_the_file_is_whole(tmp_path, monkeypatch):
     told = []
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.os.fsync", lambda fd: told.append("fsync"))
-        patch.setattr("llama_ckpt.files.os.posix_fadvise", lambda *args: told.append(args[1:]))
+        patch.setattr("llama_ckpt.store.store.os.fsync", lambda fd: told.append("fsync"))
+        patch.setattr("llama_ckpt.store.store.os.posix_fadvise", lambda *args: told.append(args[1:]))
         for drop in (False, True):
             store = Store(tmp_path / str(drop), drop_page_cache=drop)
             store.create()
@@ -316,7 +318,7 @@ LIMITED = f"""
 import os, resource, sys
 from pathlib import Path
 from llama_ckpt.errors import StoreFull
-from llama_ckpt.files import Store
+from llama_ckpt.store.store import Store
 root, limit = Path(sys.argv[1]), int(sys.argv[2])
 store = Store(root)
 store.create()
@@ -356,7 +358,7 @@ def test_without_free_space_nothing_is_begun(tmp_path, monkeypatch, free):
     store = Store(tmp_path / "store", hook=told.append)
     store.create()
     monkeypatch.setattr(
-        "llama_ckpt.files.shutil.disk_usage", lambda _path: types.SimpleNamespace(free=free, total=1 << 50)
+        "llama_ckpt.store.store.shutil.disk_usage", lambda _path: types.SimpleNamespace(free=free, total=1 << 50)
     )
     with pytest.raises(StoreFull, match=f"no room for {len(WHOLE)} bytes under .*: {free} bytes are free"):
         store.write(ID, HEAD, PAYLOAD)
@@ -365,7 +367,7 @@ def test_without_free_space_nothing_is_begun(tmp_path, monkeypatch, free):
 
 def test_free_space_of_the_very_size_is_enough(store, monkeypatch):
     monkeypatch.setattr(
-        "llama_ckpt.files.shutil.disk_usage", lambda _path: types.SimpleNamespace(free=len(WHOLE), total=1 << 50)
+        "llama_ckpt.store.store.shutil.disk_usage", lambda _path: types.SimpleNamespace(free=len(WHOLE), total=1 << 50)
     )
     assert store.free_bytes() == len(WHOLE)
     store.write(ID, HEAD, PAYLOAD)
@@ -375,7 +377,7 @@ def test_free_space_of_the_very_size_is_enough(store, monkeypatch):
 def test_a_file_of_which_fewer_bytes_arrived_than_were_written_is_an_error(store, monkeypatch):
     real = os.write
     with monkeypatch.context() as patch:  # the system takes all and keeps less
-        patch.setattr("llama_ckpt.files.os.write", lambda fd, data: real(fd, memoryview(data)[:-1]) + 1)
+        patch.setattr("llama_ckpt.store.store.os.write", lambda fd, data: real(fd, memoryview(data)[:-1]) + 1)
         with pytest.raises(StoreUnavailable, match=f"{len(WHOLE) - 2} of {len(WHOLE)} bytes arrived"):
             store.write(ID, HEAD, PAYLOAD)
     assert files_in(store) == []
@@ -384,7 +386,7 @@ def test_a_file_of_which_fewer_bytes_arrived_than_were_written_is_an_error(store
 def test_a_file_whose_size_reads_shorter_than_written_is_an_error(store, monkeypatch):
     real = os.fstat
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.os.fstat", lambda fd: types.SimpleNamespace(st_size=real(fd).st_size - 1))
+        patch.setattr("llama_ckpt.store.store.os.fstat", lambda fd: types.SimpleNamespace(st_size=real(fd).st_size - 1))
         with pytest.raises(StoreUnavailable, match=f"{len(WHOLE) - 1} of {len(WHOLE)} bytes arrived"):
             store.write(ID, HEAD, PAYLOAD)
     assert files_in(store) == []
@@ -397,7 +399,7 @@ def test_a_call_that_fails_by_itself_leaves_no_file(store, monkeypatch, call):
 
     (store.root / "ab" / "cd").mkdir(parents=True)
     with monkeypatch.context() as patch:
-        patch.setattr(f"llama_ckpt.files.os.{call}", broken)
+        patch.setattr(f"llama_ckpt.store.store.os.{call}", broken)
         with pytest.raises(StoreUnavailable, match="EIO"):
             store.write(ID, HEAD, PAYLOAD)
     assert files_in(store) == []
@@ -430,7 +432,7 @@ def test_a_file_that_cannot_be_opened_now_is_no_missing_file(store, monkeypatch,
         raise OSError(number, "told by the system")
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.os.open", broken)
+        patch.setattr("llama_ckpt.store.store.os.open", broken)
         with pytest.raises(StoreUnavailable, match=rf"told by the system \(errno {errno.errorcode[number]}\)"):
             read(store)
     assert read(store) == WHOLE
@@ -444,8 +446,8 @@ def test_a_file_whose_pages_cannot_be_read_is_an_error_and_no_crash(store, monke
             raise OSError(errno.EFAULT, "Bad address")
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.disk.mmap.mmap", Damaged)
-        patch.setattr("llama_ckpt.disk.sys.platform", "linux")
+        patch.setattr("llama_ckpt.store.disk.mmap.mmap", Damaged)
+        patch.setattr("llama_ckpt.store.disk.sys.platform", "linux")
         with pytest.raises(StoreUnavailable, match="its pages cannot be read: Bad address"):
             read(store)
 
@@ -465,7 +467,7 @@ def test_a_file_cut_short_between_its_opening_and_its_mapping_is_an_error_of_the
         return types.SimpleNamespace(st_mode=found.st_mode, st_size=found.st_size + 10_000_000)
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.os.fstat", larger)
+        patch.setattr("llama_ckpt.store.store.os.fstat", larger)
         with pytest.raises(StoreUnavailable, match="EIO"):
             read(store)
     assert read(store) == WHOLE
@@ -481,7 +483,7 @@ def test_a_file_system_that_syncs_no_folders_is_no_error_but_one_that_fails_is(s
         real(fd)
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.os.fsync", files_only)
+        patch.setattr("llama_ckpt.store.store.os.fsync", files_only)
         if fails:
             with pytest.raises(StoreUnavailable, match="EIO"):
                 store.write(ID, HEAD, PAYLOAD)
@@ -501,7 +503,7 @@ def test_a_file_that_cannot_be_looked_at_now_is_no_missing_file(store, monkeypat
         return real(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.os.lstat", broken)
+        patch.setattr("llama_ckpt.store.store.os.lstat", broken)
         with pytest.raises(StoreUnavailable, match="EACCES"):
             getattr(store, verb)(PATH)
     assert read(store) == WHOLE
@@ -514,7 +516,7 @@ def test_a_file_that_cannot_be_removed_now_stays_and_says_so(store, monkeypatch)
         raise OSError(errno.EPERM, "Operation not permitted")
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.os.unlink", broken)
+        patch.setattr("llama_ckpt.store.store.os.unlink", broken)
         with pytest.raises(StoreUnavailable, match="EPERM"):
             store.remove(PATH)
     assert read(store) == WHOLE
@@ -532,7 +534,7 @@ def test_a_folder_that_cannot_be_listed_now_gives_an_error_and_no_partial_list(s
         return real(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.os.scandir", broken)
+        patch.setattr("llama_ckpt.store.store.os.scandir", broken)
         with pytest.raises(StoreUnavailable, match="EIO"):
             list(store.walk())
 
@@ -626,7 +628,7 @@ def test_a_shard_folder_that_becomes_a_symlink_while_a_write_begins_is_not_follo
         return types.SimpleNamespace(free=1 << 40, total=1 << 50)
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.shutil.disk_usage", meanwhile)
+        patch.setattr("llama_ckpt.store.store.shutil.disk_usage", meanwhile)
         with pytest.raises(UnsafePath, match="it is a symlink or no folder"):
             store.write(ID, HEAD, PAYLOAD)
     assert contents(elsewhere) == {}
@@ -819,7 +821,7 @@ def test_of_two_that_claim_at_the_same_moment_the_first_stays(store, monkeypatch
             Store(store.root).claim("theirs")
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.os.fsync", meanwhile)
+        patch.setattr("llama_ckpt.store.store.os.fsync", meanwhile)
         store.claim("mine")
     assert store.owner() == "theirs"
     assert files_in(store) == [files.MARKER]
@@ -830,7 +832,7 @@ def test_a_marker_is_put_in_place_where_there_are_no_hard_links(store, monkeypat
         raise OSError(errno.EPERM, "Operation not permitted")
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.os.link", refuse)
+        patch.setattr("llama_ckpt.store.store.os.link", refuse)
         store.claim("mine")
         store.claim("theirs")
     assert store.owner() == "mine"
@@ -861,7 +863,7 @@ def test_a_marker_without_a_registrys_id_names_no_owner(store, content):
 
 def test_a_marker_that_cannot_be_written_is_an_error_and_leaves_nothing(store, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.files.os.write", failing_write)
+        patch.setattr("llama_ckpt.store.store.os.write", failing_write)
         with pytest.raises(StoreFull, match="No space left on device"):
             store.claim("mine")
     assert store.owner() is None

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from llama_ckpt.checkpoints.match import Head, by_prefix, common_prefix, decide, why_not_whole
 from llama_ckpt.fingerprint import fingerprint, tokens_hash
-from llama_ckpt.matching import Head, by_prefix, common_prefix, decide, why_not_whole
 from llama_ckpt.values import Checkpoint, Divergence, MemoryKind, ModelDimensions, Outcome, RegisteredModel
 
 INPUT = b"\x11" * 32

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from llama_ckpt.errors import BadInput, NotFound
-from llama_ckpt.explaining import explain
 from llama_ckpt.gc_values import Candidate, Disk, RuleWord
-from llama_ckpt.retention import Order, Policy, judge, places_before
+from llama_ckpt.retention.explain import explain
+from llama_ckpt.retention.policy import Order, Policy, judge, places_before
 from llama_ckpt.values import StaleReason
 
 NOW = 1_700_000_000_000_000

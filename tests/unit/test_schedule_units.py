@@ -14,8 +14,8 @@ from datetime import datetime, timedelta
 
 import pytest
 
+from llama_ckpt.collector.triggers import Trigger, parse_cron
 from llama_ckpt.errors import BadInput
-from llama_ckpt.triggers import Trigger, parse_cron
 from llama_ckpt_cli import schedule_units as units
 from llama_ckpt_cli.schedule_units import Job
 

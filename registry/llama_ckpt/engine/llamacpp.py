@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import platformdirs
 
-from llama_ckpt.digests import FileDigests, identity_of, weights_digest_of
 from llama_ckpt.engine import Progress, Vector, no_progress
+from llama_ckpt.engine.digests import FileDigests, identity_of, weights_digest_of
 from llama_ckpt.engine.tracking import Tracking
 from llama_ckpt.engine.vocabulary import completion_ids, text_of
 from llama_ckpt.errors import BadInput, EngineFailed, EngineMissing, EngineStateMismatch, Unsupported

@@ -1,0 +1,219 @@
+"""Whether a save may write: the byte budget and the floor of free space, asked before a file is written, over all processes.
+
+One transaction at a time decides, and reserves with a claim what it grants. Room is made from what is STALE already, and then
+from what the policy would take first; a newcomer that would go before them is refused. Bytes are counted from the rows, the
+claims and the ghosts that gc saw, at every save anew: no counter can drift.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from llama_ckpt.context import Parts
+from llama_ckpt.db import collecting, coordination, queries
+from llama_ckpt.errors import Conflict, DatabaseUnavailable, StoreFull, StoreUnavailable, UnsafePath
+from llama_ckpt.gc_values import Candidate, Disk, SeenRow
+from llama_ckpt.retention import policy as retention
+from llama_ckpt.values import NewCheckpoint, StaleReason
+
+log = logging.getLogger("llama_ckpt")
+
+_CLAIM_S = 600.0  # by then a write has ended or its process is gone
+_LOOKED_AT = 1000  # the least recently used; of a million rows no more are weighed for one save
+_MAX_ROUNDS = 50
+_HOLDER = f"save on {socket.gethostname()[:60]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A claim on room (None where no limit is set), or the reason of a refusal."""
+
+    claim: bytes | None = None
+    refused: str | None = None
+
+
+def admit(parts: Parts, new: NewCheckpoint) -> Admission:
+    """Reserves room for a file, and makes it where there is none. Interrupted, a claim stands until it expires, and what was
+    marked STALE to make room is collected by gc.
+
+    Raises:
+        DatabaseUnavailable, StoreUnavailable: the limits cannot be checked; nothing may be written then.
+    """
+    policy = parts.policy
+    if not policy.limits_room or new.file_size == 0:
+        return Admission()
+    size = new.file_size + collecting.BLOCK_BYTES
+    if policy.max_bytes is not None and size > policy.max_bytes:
+        return Admission(refused=f"{new.file_size} bytes are more than all of max_bytes ({policy.max_bytes})")
+    claim, passed_over = secrets.token_bytes(32), {new.parent_no or 0}  # what it stands on stays
+    for _ in range(_MAX_ROUNDS):
+        lacking = _claim(parts, claim, size)
+        if lacking <= 0:
+            return Admission(claim=claim)
+        freed = _make_room(parts, new, lacking, passed_over)
+        if freed is None:
+            limits = ", ".join(_limits(parts))
+            return Admission(
+                refused=f"it needs {lacking} bytes more than {limits} leaves, and what is there is worth more"
+            )
+        log.info("made room for a save: %d file(s) went", freed)
+    return Admission(refused="others took the room as fast as it was made")
+
+
+def release(parts: Parts, granted: Admission) -> None:
+    """Gives a claim back: the row counts the bytes now, or nothing was written. A claim that cannot be given back expires."""
+    if granted.claim is not None:
+        try:
+            with parts.database.write() as db:
+                coordination.drop_claim(db, granted.claim, _HOLDER)
+        except DatabaseUnavailable as error:
+            log.warning("the room that a save had reserved is free again in %.0f s: %s", _CLAIM_S, error)
+
+
+@contextmanager
+def admitted(parts: Parts, new: NewCheckpoint) -> Iterator[None]:
+    """Room for a file while it is written and registered; given back at the end of the block.
+
+    Raises:
+        StoreFull: the limits leave none, with the reason.
+        DatabaseUnavailable, StoreUnavailable: as `admit`.
+    """
+    granted = admit(parts, new)
+    if granted.refused is not None:
+        raise StoreFull(needed=new.file_size, path=parts.store.root, reason=granted.refused)
+    try:
+        yield
+    finally:
+        release(parts, granted)
+
+
+def _limits(parts: Parts) -> list[str]:
+    policy = parts.policy
+    named = {"max_bytes": policy.max_bytes, "min_free": policy.min_free, "min_free share": policy.min_free_share}
+    return [f"{name} ({value})" for name, value in named.items() if value is not None]
+
+
+def _claim(parts: Parts, claim: bytes, size: int) -> int:
+    """Reserves the bytes if they fit, and gives 0 then; else how many are lacking."""
+    try:
+        return _claim_once(parts, claim, size)
+    except Conflict:  # another made the row that all queue at, at this moment: it is there now
+        return _claim_once(parts, claim, size)
+
+
+def _claim_once(parts: Parts, claim: bytes, size: int) -> int:
+    with parts.database.write() as db:
+        collecting.queue_for_budget(db)
+        reserved = coordination.claimed_bytes(db)
+        free, total = parts.store.space()  # after the claims: who gave one back meanwhile has written
+        lacking = parts.policy.floor_bytes(Disk(free=free, total=total)) - (free - reserved - size)
+        if parts.policy.max_bytes is not None:
+            lacking = max(lacking, collecting.used_bytes(db) + size - parts.policy.max_bytes)
+        if lacking <= 0:
+            coordination.take_claim(db, claim, _HOLDER, size, _CLAIM_S)
+    return lacking
+
+
+def _make_room(parts: Parts, new: NewCheckpoint, lacking: int, passed_over: set[int]) -> int | None:
+    """Takes one step towards `lacking` free bytes, and gives the number of files that went or were marked; None: no more may
+    go. Rows that turned out not to go, since they were used meanwhile or their file cannot be unlinked, are `passed_over`.
+    """
+    with parts.database.read() as db:
+        stale = [entry for entry in collecting.stale_with_file(db, _LOOKED_AT) if entry[0].ckpt_no not in passed_over]
+    if stale:
+        return _free(parts, _enough(stale, lacking), passed_over)
+    with parts.database.read() as db:
+        now_us = queries.clock_us(db)
+        others = collecting.least_recently_used(db, _LOOKED_AT)
+    staying = passed_over | _last_of_their_groups(parts, others)
+    others = [c for c in others if c.ckpt_no not in staying]
+    going = retention.places_before(_as_candidate(new, now_us), others, parts.policy, now_us)
+    total = 0
+    victims: list[SeenRow] = []
+    for row in going:
+        victims.append(SeenRow(row.ckpt_no, row.id, row.last_used_us, row.hit_count))
+        total += row.file_size + collecting.BLOCK_BYTES
+        if total >= lacking:
+            break
+    if total < lacking:  # nothing goes for a newcomer that has no place even then
+        return None
+    with parts.database.write() as db:
+        marked = collecting.mark_untouched(db, dict.fromkeys(victims, StaleReason.EVICTED))
+    passed_over.update(row.ckpt_no for row in victims if row.ckpt_no not in marked)
+    parts.metrics.count("evicted", len(marked))
+    return len(marked)  # the next round frees them
+
+
+def _last_of_their_groups(parts: Parts, rows: Sequence[Candidate]) -> set[int]:
+    """The newest N of each model and label among `rows`, which the policy keeps in any case."""
+    staying: set[int] = set()
+    groups = (("model_name", parts.policy.keep_last_per_model), ("label", parts.policy.keep_last_per_label))
+    with parts.database.read() as db:
+        for column, n in groups:
+            for name in {getattr(row, column) for row in rows} - {None} if n else ():
+                staying |= collecting.newest(db, column, name, n)
+    return staying
+
+
+def _enough(rows: Sequence[tuple[SeenRow, str, int]], lacking: int) -> list[tuple[SeenRow, str, int]]:
+    taken, total = [], 0
+    for row in rows:
+        taken.append(row)
+        total += row[2] + collecting.BLOCK_BYTES
+        if total >= lacking:
+            break
+    return taken
+
+
+def _free(parts: Parts, stale: Sequence[tuple[SeenRow, str, int]], passed_over: set[int]) -> int:
+    """Unlinks the files of STALE rows; the rows stay for gc. The rows say first that they have no file, so that nobody makes
+    them ACTIVE again meanwhile; a claim counts the bytes until they are freed.
+    """
+    parts.require_store()
+    claim, holder = secrets.token_bytes(32), f"freeing on {socket.gethostname()[:60]}"
+    with parts.database.write() as db:
+        free = collecting.forget_files(db, [row for row, _, _ in stale])
+        going = [entry for entry in stale if entry[0].ckpt_no in free]
+        n_bytes = sum(size + collecting.BLOCK_BYTES for _, _, size in going)
+        coordination.take_claim(db, claim, holder, n_bytes, _CLAIM_S)
+    parts.hook("room promised")
+    stuck = []
+    for row, path, size in going:
+        try:
+            parts.store.remove(path)
+        except (StoreUnavailable, UnsafePath) as error:
+            log.warning("no room comes from %s: %s", path, error)
+            stuck.append((row, size))
+    passed_over.update(row.ckpt_no for row, _, _ in stale if row.ckpt_no not in free)
+    passed_over.update(row.ckpt_no for row, _ in stuck)
+    parts.hook("room made")
+    with parts.database.write() as db:
+        for row, size in stuck:
+            collecting.remember_file(db, row, size)
+        coordination.drop_claim(db, claim, holder)
+    return len(going) - len(stuck)
+
+
+def _as_candidate(new: NewCheckpoint, now_us: int) -> Candidate:
+    return Candidate(
+        ckpt_no=1 << 62,
+        id=new.id,
+        model_name=new.model_name,
+        label=new.label,
+        n_tokens=new.n_tokens,
+        file_size=new.file_size,
+        created_us=now_us,
+        last_used_us=now_us,
+        hit_count=0,
+        prefill_ms=new.prefill_ms,
+        expires_us=None,
+        lease_until_us=None,
+        pinned=0,
+        parent_no=new.parent_no,
+        extends_no=None,
+    )

@@ -1,0 +1,94 @@
+"""Flattening: a delta gets a file with all of its cells, and stands on nothing any more."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from dataclasses import replace
+
+from llama_ckpt import formats
+from llama_ckpt.checkpoints import budget as admission
+from llama_ckpt.checkpoints.read import Cells, stored_cells
+from llama_ckpt.checkpoints.register import SaveOptions, row_of
+from llama_ckpt.context import Parts
+from llama_ckpt.db import prefixes, queries
+from llama_ckpt.errors import (
+    CommitUnanswered,
+    Conflict,
+    DatabaseUnavailable,
+    LlamaCkptError,
+    StoreUnavailable,
+    UnsafePath,
+)
+from llama_ckpt.fingerprint import TokenIds, links_of
+from llama_ckpt.formats import container
+from llama_ckpt.values import Checkpoint, NewCheckpoint
+
+log = logging.getLogger("llama_ckpt")
+
+
+def flatten(parts: Parts, row: Checkpoint) -> None:
+    """As `Registry.flatten`, for a row. The new file is written and durable first, then the row names it, then the old file goes:
+    interrupted, the row is as it was or whole, and at most a file without a row is left for gc.
+    """
+    parts.require_store()
+    with stored_cells(parts, row) as (cells, file):
+        head, header = whole_file(row, cells, file)
+        options = SaveOptions(label=row.label, prefill_ms=row.prefill_ms)
+        new = row_of(header, uuid.uuid4().hex, row.model_name, row.memory_kind, cells.token_ids, options)
+        with admission.admitted(parts, new):
+            try:
+                parts.store.write(new.id, head, cells.state)
+                _name(parts, row, new, cells.token_ids)
+            except CommitUnanswered:  # the row may name either file: what it does not name is left for gc
+                if _path_now(parts, row) != new.file_path:
+                    raise
+            except LlamaCkptError:
+                with contextlib.suppress(StoreUnavailable):
+                    parts.store.remove(new.file_path)
+                raise
+    parts.hook("flattened")
+    try:
+        parts.store.remove(row.file_path)  # nothing, for a row that had no file
+    except (StoreUnavailable, UnsafePath) as error:
+        log.warning("a file that no row names is left for gc to collect: %s", error)
+
+
+def _path_now(parts: Parts, row: Checkpoint) -> str | None:
+    """The file that a row names; None where the database cannot say."""
+    with contextlib.suppress(DatabaseUnavailable):  # the caller tells the failure that led here
+        now = parts.database.query(lambda db: queries.by_number(db, row.ckpt_no))
+        return None if now is None else now.file_path
+    return None
+
+
+def whole_file(row: Checkpoint, cells: Cells, file: formats.CheckpointFile) -> tuple[bytes, container.Header]:
+    """The bytes before the payload of a file that has all cells of a checkpoint, and its header. `file` is the last of those that
+    have them now.
+    """
+    header = replace(
+        file.contents.header,
+        flags=file.contents.header.flags & ~container.FLAG_DELTA,
+        seq_len=row.n_tokens,
+        start_token=0,
+        input_hash=row.input_hash,
+    )
+    metadata = {k: v for k, v in file.contents.metadata.items() if k not in ("parent", "tokens_before")}
+    if row.parent_no is not None:
+        metadata["checkpoint"] = row.id  # by which deltas name it, whatever the file is called
+    return container.encode_head(header, metadata, cells.token_ids, cells.state)
+
+
+def _name(parts: Parts, row: Checkpoint, new: NewCheckpoint, token_ids: TokenIds) -> None:
+    """The row names the new file, and links the blocks that were its parent's until now."""
+    there = links_of(row, token_ids, parts.block_size)
+    links = links_of(replace(row, start_token=0), token_ids, parts.block_size)
+    parts.store.touch(new.file_path)
+    with parts.database.write() as db:
+        if not queries.make_whole(db, row, new):
+            raise Conflict(what=f"checkpoint {row.id} went STALE or was flattened meanwhile")
+        prefixes.link(db, [link for link in links if link not in there])
+        parts.hook("named")
+        if parts.store.size(new.file_path) != new.file_size:
+            raise StoreUnavailable(path=new.file_path, reason="it was collected while it was written; flatten again")

@@ -1,0 +1,10 @@
+"""The doctor: checks of store, database, policy and model, each with what to do about it.
+
+Owns the checks and their levels; it changes nothing but its own probe files.
+It imports `checkpoints` and below, never another wing (catalogue, warm, exchange, integrity, collector).
+"""
+
+from llama_ckpt.doctor.diagnosis import Diagnosis, Level, worst
+from llama_ckpt.doctor.examine import examine
+
+__all__ = ["Diagnosis", "Level", "examine", "worst"]

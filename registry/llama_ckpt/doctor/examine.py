@@ -1,0 +1,223 @@
+"""`examine`: is everything as llama-ckpt needs it? One line per thing, with what was measured and what to do.
+
+It looks at the parts themselves and opens no registry, so that it works where nothing else does. It makes no folder, no database
+and no schema, upgrades none, changes no row, and takes away the one small file that it writes.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from itertools import islice
+from pathlib import Path
+
+from llama_ckpt.db.schedules import ScheduleRow
+from llama_ckpt.doctor import reuse
+from llama_ckpt.doctor.database import DatabaseReport, examine_database
+from llama_ckpt.doctor.diagnosis import Diagnosis, Level, fail, guarded, not_checked, ok, warn
+from llama_ckpt.doctor.reuse import WrappingEngine
+from llama_ckpt.doctor.store import examine_store, is_folder
+from llama_ckpt.errors import BadInput, LlamaCkptError
+from llama_ckpt.humanize import count, size
+from llama_ckpt.retention.policy import Policy
+from llama_ckpt.retention.settings import policy_of
+from llama_ckpt.store import writers as owners
+from llama_ckpt.store.layout import Entry
+from llama_ckpt.store.store import MARKER, Store
+from llama_ckpt.store.writers import Owner
+
+_LEFT_OVER_S = 3600.0  # no write takes that long
+_MOST_FILES = 200_000  # beyond them a count takes minutes on a network file system
+_SHORT_GHOST_GRACE_S = 600.0  # a save of some gigabytes to a slow disk takes minutes
+_LATE_S = 600.0  # a schedule's run may take so long, or wait for another host's
+_BY_TIMER = "once, by another timer"  # what `schedule run --once` calls itself: it knows no next run
+_TIMER_S = 2 * 86_400.0
+_S = 1_000_000
+
+
+def examine(
+    *,
+    root: Path,
+    database_url: str,
+    database_password: str | None = None,
+    settings: Mapping[str, str] | None = None,
+    model: Callable[[], WrappingEngine] | None = None,
+) -> list[Diagnosis]:
+    """Every check, in the order in which one needs the other; a check that cannot be made says why. `settings` are the policy's,
+    as text. `model` makes the engine to try, with `n_ctx` of 64 or more and `logits_all=True`; it is closed afterwards.
+
+    Never raises for what it finds: whatever fails is a line. Interrupted, it leaves nothing behind.
+    """
+    policy, told = _policy(settings or {})
+    of_store = examine_store(root, policy)
+    report = examine_database(database_url, database_password, root)
+    return [
+        *_versions(),
+        *of_store,
+        *report.found,
+        guarded("marker", lambda: _marker(Store(root), report)),
+        *_files(Store(root), report),
+        told if told.level is Level.FAIL else guarded("policy", lambda: _schedule(policy, report)),
+        guarded("graces", lambda: _graces(policy))
+        if told.level is not Level.FAIL
+        else not_checked("graces", "no policy"),
+        *([] if model is None else [guarded(reuse.NAME, lambda: _model(model))]),
+    ]
+
+
+# -- versions --------------------------------------------------------------------------------------------------------------
+
+
+def _versions() -> list[Diagnosis]:
+    return [
+        ok("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ok("SQLite", sqlite3.sqlite_version),
+        guarded("llama-cpp-python", _engine_version),
+    ]
+
+
+def _engine_version() -> Diagnosis:
+    try:
+        return ok("llama-cpp-python", importlib.metadata.version("llama-cpp-python"))
+    except importlib.metadata.PackageNotFoundError:
+        return ok("llama-cpp-python", "not installed, which all but warm, save and restore can do without")
+
+
+# -- where rows and files meet ----------------------------------------------------------------------------------------------
+
+
+def _marker(store: Store, report: DatabaseReport) -> Diagnosis:
+    owner, facts = store.owner(), report.facts
+    bears = "bears no marker" if not (store.root / MARKER).exists() else "bears a marker that cannot be read"
+    if facts is None and not report.has_none:
+        return not_checked("marker", report.why)
+    if facts is None:
+        if owner is None:
+            return ok("marker", "there is no registry yet: its first save marks the store")
+        advice = "name the right --database-url, or restore the database from its backup"
+        return fail("marker", f"the store belongs to registry {owner}, and {report.why}", advice)
+    if owner == facts.registry_id:
+        return ok("marker", f"store and database are registry {owner}")
+    if owner is not None:
+        advice = f"name the right database or store (to give this store to this database, delete {MARKER} in it)"
+        return fail("marker", f"the store is of registry {owner}, the database of {facts.registry_id}", advice)
+    if facts.n_named:
+        told = f"the store {bears}, and {count(facts.n_named, 'row')} of registry {facts.registry_id} name files in it"
+        return fail("marker", told, "is it mounted? Restores and saves refuse until it is")
+    return ok("marker", f"the store {bears}: the first save marks it")
+
+
+def _files(store: Store, report: DatabaseReport) -> list[Diagnosis]:
+    names = ("left-over writes", "files")
+    if not is_folder(store.root):
+        return [not_checked(name, "there is no store folder") for name in names]
+    try:
+        seen = list(islice(store.walk(), _MOST_FILES + 1))
+    except LlamaCkptError as error:
+        return [fail(names[0], str(error)), not_checked(names[1], "the store cannot be walked")]
+    return [
+        guarded(names[0], lambda: _left_over(seen)),
+        guarded(names[1], lambda: _counted(seen, report)),
+    ]
+
+
+def _left_over(seen: list[Entry]) -> Diagnosis:
+    now_s = time.time()
+    left = [
+        entry
+        for entry in seen
+        if entry.kind == "temporary"
+        and now_s - entry.mtime_ns / 1e9 > _LEFT_OVER_S
+        and owners.ask(entry.owner) is not Owner.ALIVE  # a slow writer is none
+    ]
+    if not left:
+        return ok("left-over writes", "none")
+    told = f"{count(len(left), 'temporary file')} of over an hour ago, {size(sum(e.size_bytes for e in left))}"
+    return warn("left-over writes", told, "interrupted saves; llama-ckpt gc frees them")
+
+
+def _counted(seen: list[Entry], report: DatabaseReport) -> Diagnosis:
+    if report.facts is None:
+        return not_checked("files", report.why)
+    n_active = report.facts.n_active
+    if len(seen) > _MOST_FILES:
+        return ok("files", f"{count(n_active, 'ACTIVE row')}, over {_MOST_FILES:,} files (no more were counted)")
+    n_files = sum(entry.kind == "checkpoint" for entry in seen)
+    told = f"{count(n_active, 'ACTIVE row')}, {count(n_files, 'file')}"
+    if n_files < n_active:
+        return warn("files", told, "files are missing: llama-ckpt verify --all names them")
+    return ok("files", told)
+
+
+# -- policy ------------------------------------------------------------------------------------------------------------------
+
+
+def _policy(settings: Mapping[str, str]) -> tuple[Policy, Diagnosis]:
+    """The policy, and a line that counts only where it cannot be read."""
+    try:
+        return policy_of(settings), ok("policy", "")
+    except BadInput as error:
+        return Policy(), fail("policy", str(error), "mend the setting; llama-ckpt config shows where it stands")
+
+
+def _schedule(policy: Policy, report: DatabaseReport) -> Diagnosis:
+    limits = _limits(policy)
+    told = f"limits: {', '.join(limits)}" if limits else "no limit is set: what is saved stays until it is removed"
+    if report.facts is None:
+        return not_checked("policy", report.why) if limits and not report.has_none else _unscheduled(told, limits, ())
+    running = [row for row in report.facts.schedules if _lives(row)]
+    if running:
+        by = running[0]
+        last = f", its last run: {by.last_result}" if by.last_result else ""
+        return ok("policy", f"{told}; {by.holder} collects ({by.spec}){last}")
+    return _unscheduled(told, limits, report.facts.schedules)
+
+
+def _unscheduled(told: str, limits: list[str], gone: tuple[ScheduleRow, ...]) -> Diagnosis:
+    if gone:
+        told += f"; the schedule of {gone[0].holder} runs no more"
+    if not limits:
+        return ok("policy", told)
+    return warn("policy", told, "nothing prunes: llama-ckpt schedule install (or a timer of your own)")
+
+
+def _lives(row: ScheduleRow) -> bool:
+    """Whether a schedule will run again, by its row: its next run is to come, or just due. A timer of the system's knows no next
+    run; it lives if it ran within two days.
+    """
+    if row.next_us is not None:
+        return row.now_us - row.next_us < _LATE_S * _S
+    return row.spec == _BY_TIMER and row.last_us is not None and row.now_us - row.last_us < _TIMER_S * _S
+
+
+def _limits(policy: Policy) -> list[str]:
+    names = ["max_age_s", "max_idle_s", "max_bytes", "max_count", "min_free", "min_free_share"]
+    names += [f"max_{what}_per_{whom}" for what in ("bytes", "count") for whom in ("model", "label")]
+    return [name.removesuffix("_s").removesuffix("_share") for name in names if getattr(policy, name) is not None]
+
+
+def _graces(policy: Policy) -> Diagnosis:
+    told = f"stale {policy.stale_grace_s:.0f} s, ghost {policy.ghost_grace_s:.0f} s"
+    wrong = []
+    if policy.ghost_grace_s < _SHORT_GHOST_GRACE_S:
+        wrong.append(
+            "a ghost_grace under 10 minutes is shorter than a slow save: its file may go before its row is there"
+        )
+    if policy.stale_grace_s <= 0:
+        wrong.append("without a stale_grace a prune cannot be undone: the next gc frees what it marked")
+    return warn("graces", told, "; ".join(wrong)) if wrong else ok("graces", told)
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------------
+
+
+def _model(make: Callable[[], WrappingEngine]) -> Diagnosis:
+    engine = make()
+    try:
+        found = reuse.reuse(engine)
+    finally:
+        engine.llama.close()
+    return Diagnosis(found.name, found.level, f"{engine.model_name}: {found.detail}", found.advice)

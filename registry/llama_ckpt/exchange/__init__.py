@@ -1,0 +1,5 @@
+"""Exchange with other programs: adopt their files, export ours, survey a folder.
+
+Owns the reading of files that other programs wrote, and the writing of files for them.
+It imports `checkpoints` and below, never another wing (catalogue, warm, integrity, collector, doctor).
+"""

@@ -1,0 +1,133 @@
+"""Files of llama.cpp's own programs (ggsq, ggsn) as checkpoints: proven to be of a model, and rewritten as `LLAM`.
+
+Such a file names its tokens and no model. What proves the model is the state itself: K and V of its first tokens must be what
+the model computes for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llama_ckpt import formats
+from llama_ckpt.checkpoints.save import Captured
+from llama_ckpt.engine import Engine
+from llama_ckpt.errors import BadInput, CorruptFile, Incompatible, Unsupported
+from llama_ckpt.fingerprint import TokenIds, input_hash
+from llama_ckpt.formats import engine_files, kv_edit, kv_numbers, kv_state, kv_values
+from llama_ckpt.formats.kv_layout import Dialect
+from llama_ckpt.values import MemoryKind, ModelDimensions
+
+_N_PROVEN = 8
+_LEAST_CONTEXT = 512
+# Distances of K and V (`kv_numbers.Distance`), measured on a model of 135 million weights of four bits. The same weights in
+# other batch shapes and builds: up to 0.014 typically, 0.04 at the furthest. One byte of 100,000 of half the weights changed:
+# 0.11 and 0.73. Other weights: 1 and more.
+_TYPICAL = 0.05
+_FURTHEST = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLayout:
+    """How an engine must be made for its states to be laid out as a file's: types by ggml's names, cells of the context."""
+
+    type_k: str
+    type_v: str
+    flash_attn: bool
+    n_ctx: int
+
+
+EngineMaker = Callable[[EngineLayout], Engine]
+
+
+def layout_of(file: engine_files.EngineFile, n_ctx: int | None = None) -> EngineLayout:
+    """The engine that a file needs; the context has room for its tokens where `n_ctx` does not say more."""
+    state = file.state
+    room = max(_LEAST_CONTEXT, 1 << len(file.token_ids).bit_length())  # few sizes: an engine serves many files
+    return EngineLayout(
+        type_k=state.type_k, type_v=state.type_v, flash_attn=not state.v_transposed, n_ctx=n_ctx or room
+    )
+
+
+def convert(
+    file: engine_files.EngineFile,
+    name: str,
+    engine: Engine,
+    *,
+    text: str | None = None,
+    context_is_known: bool = False,
+) -> Captured:
+    """A file's sequence 0 as a state of the engine's model. The engine holds the first tokens afterwards.
+
+    The state stays in the file's own dialect, in one stream. The input hash is that of the token ids, or of `text` where its
+    tokens are exactly these. `context_is_known` says that the engine has as many cells as the file's had: models with long
+    and short rope factors need that.
+
+    Raises:
+        Incompatible: types, dimensions, or K and V of the first tokens are not the model's; or the text has other tokens.
+        Unsupported: not a full attention cache, or a layout that cannot be rewritten.
+        CorruptFile: K or V hold NaN or infinite values.
+        BadInput: the context's length is needed, or a token id that the model has not.
+        EngineFailed: the engine cannot evaluate the first tokens.
+    """
+    _require_fit(engine, name, context_is_known)
+    token_ids = engine_files.held_token_ids(file)
+    dialect = Dialect(1, file.state.rotation_words is not None, file.state.cell_extension)
+    payload = kv_edit.to_dialect(engine_files.sequence_state(file), dialect)
+    if bad := kv_values.not_finite(payload):
+        raise CorruptFile(path=name, check="Values", reason=f"{bad} holds NaN or infinity")
+    _require_shape(payload, engine)
+    _prove(payload, token_ids, engine)
+    of_input = input_hash(token_ids if text is None else _text_of(text, token_ids, engine))
+    written_by = {"engine": f"llama.cpp, {file.format} version {file.version}"}
+    if file.architecture:
+        written_by["architecture"] = file.architecture
+    return Captured(engine=engine, of_input=of_input, token_ids=token_ids, payload=payload, written_by=written_by)
+
+
+def _require_fit(engine: Engine, name: str, context_is_known: bool) -> None:
+    if engine.memory_kind is not MemoryKind.FULL:
+        raise Unsupported(what=f"adopting {engine.memory_kind} memory", reason="full attention caches only are adopted")
+    if "rope_factors" in engine.fingerprint.fields and not context_is_known:
+        reason = "the model's rope factors depend on the context's length: say with --n-ctx what the file's context had"
+        raise BadInput(what="file", value=name, reason=reason)
+
+
+def _require_shape(payload: memoryview, engine: Engine) -> None:
+    state, fields = kv_state.parse(payload), engine.fingerprint.fields
+    if engine.layout is not None and state.cell_extension != engine.layout.cell_extension:
+        reason = f"each cell has {state.cell_extension} bytes more in the file, {engine.layout.cell_extension} in this engine"
+        raise Incompatible(reason=reason)
+    for field in ("type_k", "type_v", "v_transposed"):
+        here, there = getattr(state, field), fields.get(field)
+        if here != there:
+            raise Incompatible(reason=f"{field} is {here} in the file, {there} in the model")
+    shape = ModelDimensions(n_layer=state.n_layer, n_kv_head=0, kv_token_bytes=state.token_bytes)
+    if mismatch := formats.dimension_mismatch(shape, engine.dimensions):
+        raise Incompatible(reason=mismatch)
+
+
+def _prove(payload: memoryview, token_ids: TokenIds, engine: Engine) -> None:
+    """Lets the engine evaluate the first tokens, and holds the file's cells to what comes out."""
+    n = min(_N_PROVEN, len(token_ids))
+    engine.evaluate(token_ids[:n])
+    found = kv_numbers.distance(kv_edit.cut(payload, n), engine.capture())
+    if not (found.typical <= _TYPICAL and found.furthest <= _FURTHEST):  # so that NaN fails too
+        raise Incompatible(
+            reason=f"the file's K and V of the first {n} tokens are not what {engine.model_name} computes: they are "
+            f"{found.typical:.2g} apart (at most {_TYPICAL}), furthest {found.part} of layer {found.layer} with "
+            f"{found.furthest:.2g} (at most {_FURTHEST}); other weights, rope settings, an adapter, or for quantised "
+            "caches another rotation"
+        )
+
+
+def _text_of(text: str, token_ids: TokenIds, engine: Engine) -> str:
+    """The text, once its tokens are those of the file."""
+    given = engine.token_ids(text)
+    alike = min(len(given), len(token_ids))
+    differ = (given[:alike] != token_ids[:alike]).nonzero()[0]
+    if differ.size or len(given) != len(token_ids):
+        first = int(differ[0]) if differ.size else alike
+        reason = f"the text has {len(given)} tokens, the file holds {len(token_ids)}; they differ from token {first} on"
+        raise Incompatible(reason=reason)
+    return text

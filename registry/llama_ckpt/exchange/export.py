@@ -1,0 +1,167 @@
+"""Exporting: a checkpoint becomes a file that llama-server or llama-cli loads, or a plain copy for another registry."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from shlex import quote
+
+from llama_ckpt import formats
+from llama_ckpt.checkpoints.flatten import whole_file
+from llama_ckpt.checkpoints.read import Cells, stored_cells
+from llama_ckpt.context import Parts
+from llama_ckpt.errors import BadInput
+from llama_ckpt.formats import container, engine_files
+from llama_ckpt.formats.ggml_types import ALL_TYPES, is_quantised
+from llama_ckpt.formats.kv_layout import KvState, Rows
+from llama_ckpt.store.disk import write_file
+from llama_ckpt.values import Checkpoint
+
+_ROTATION = 64
+Pieces = tuple[bytes | memoryview, ...]
+
+
+class ExportFormat(StrEnum):
+    """What a checkpoint is written as."""
+
+    GGSQ = engine_files.GGSQ
+    GGSN = engine_files.GGSN
+    LLAM = "llam"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """How a checkpoint is written: `version` of the format (None: the newest known); for ggsq whether the token list is
+    `packed`; `n_stream`, llama-server's number of slots where each has a cache of its own; for ggsn the model's `architecture`
+    where the checkpoint does not say it. `replace` allows a file of that name to go.
+
+    Raises:
+        BadInput: an option that the format has not.
+    """
+
+    format: ExportFormat
+    version: int | None = None
+    packed: bool = False
+    n_stream: int | None = None
+    architecture: str | None = None
+    replace: bool = False
+
+    def __post_init__(self) -> None:
+        kind = self.format
+        if self.packed and kind is not ExportFormat.GGSQ:
+            raise BadInput(what="packed", value=kind.value, reason="only a ggsq file has a packed token list")
+        if kind is ExportFormat.LLAM and self.n_stream is not None:
+            raise BadInput(what="streams", value=self.n_stream, reason="a LLAM file is copied as it is")
+        if kind is ExportFormat.LLAM and self.version not in (None, container.VERSION):
+            raise BadInput(what="LLAM version", value=self.version, reason=f"known is {container.VERSION}")
+        if self.n_stream is not None and self.n_stream < 1:
+            raise BadInput(what="streams", value=self.n_stream, reason="give a number from 1 on")
+
+    @property
+    def written_version(self) -> int:
+        """The version that is written."""
+        if self.version is not None:
+            return self.version
+        return container.VERSION if self.format is ExportFormat.LLAM else max(engine_files.VERSIONS[self.format.value])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """A written file. `how_to_load` is one line."""
+
+    path: Path
+    checkpoint: Checkpoint
+    format: str
+    version: int
+    n_tokens: int
+    size_bytes: int
+    how_to_load: str
+
+
+def export(parts: Parts, row: Checkpoint, target: Path, options: ExportOptions) -> Export:
+    """Writes a checkpoint as a file outside the store, after every byte of it was checked. The row is leased meanwhile.
+
+    Interrupted, there is at most a temporary beside the target, which is there whole or not at all.
+
+    Raises:
+        BadInput: the row is STALE, the target is there already, its folder is not, or the version or architecture is not known.
+        CorruptFile, FileMissing, UnsafePath: the checkpoint's file is damaged or gone.
+        Incompatible, Unsupported: the state cannot be said in that version.
+        StoreFull, StoreUnavailable: it cannot be read or written.
+        DatabaseUnavailable: the row cannot be leased.
+    """
+    with stored_cells(parts, row) as (cells, file):
+        pieces = _encoded(row, cells, file, options)
+        size = write_file(target, pieces, replace=options.replace)
+        how = _how_to_load(target, file.state, options)
+    return Export(
+        path=target,
+        checkpoint=row,
+        format=options.format.value,
+        version=options.written_version,
+        n_tokens=row.n_tokens,
+        size_bytes=size,
+        how_to_load=how,
+    )
+
+
+def _encoded(row: Checkpoint, cells: Cells, file: formats.CheckpointFile, options: ExportOptions) -> Pieces:
+    version = options.written_version
+    if options.format is ExportFormat.LLAM:
+        return whole_file(row, cells, file)[0], cells.state
+    rotation = rotation_of(file)
+    if options.format is ExportFormat.GGSQ:
+        return engine_files.encode_ggsq(
+            version,
+            cells.token_ids,
+            cells.state,
+            n_stream=options.n_stream,
+            packed=options.packed,
+            rotation=rotation,
+        )
+    architecture = options.architecture or file.contents.metadata.get("architecture")
+    if not isinstance(architecture, str):
+        reason = "a ggsn file names it, and the checkpoint does not say it: give the model's GGUF with --model"
+        raise BadInput(what="architecture", value="not known", reason=reason)
+    return engine_files.encode_ggsn(
+        version, cells.token_ids, cells.state, architecture, n_stream=options.n_stream, rotation=rotation
+    )
+
+
+def rotation_of(file: formats.CheckpointFile) -> tuple[int, int] | None:
+    """How K and V of a checkpoint are rotated: as the state says; or, from the fingerprint, by llama.cpp's rule
+    (`llama_kv_cache`, src/llama-kv-cache.cpp of b11434): quantised ones whose heads are a multiple of 64, V by 64, K by the
+    largest power of two times 64 that divides its heads. None where the size of a head is not known.
+    """
+    state, n_head = file.state, file.contents.header.n_kv_head
+    if state.rotation_words is not None:
+        return state.rotation_words
+    if "kv_rotation" not in file.fingerprint.fields:
+        return (0, 0)
+    if n_head == 0 or not state.v:
+        return None
+    of_k, of_v = (_head_size(rows[0], n_head) for rows in (state.k, state.v))
+    k = _ROTATION if of_k % _ROTATION == 0 and is_quantised(state.k[0].ggml_type) else 0
+    while k and of_k % (2 * k) == 0:
+        k *= 2
+    return k, _ROTATION if of_v % _ROTATION == 0 and is_quantised(state.v[0].ggml_type) else 0
+
+
+def _head_size(rows: Rows, n_head: int) -> int:
+    kind = ALL_TYPES[rows.ggml_type]
+    return rows.row_bytes // kind.block_bytes * kind.block_values // n_head
+
+
+def _how_to_load(target: Path, state: KvState, options: ExportOptions) -> str:
+    """One line for a person, whose parts can be given to a shell."""
+    flags = f"-fa {'off' if state.v_transposed else 'on'} -ctk {state.type_k} -ctv {state.type_v}"
+    if options.format is ExportFormat.GGSQ:
+        name, folder = json.dumps({"filename": target.name}), quote(str(target.absolute().parent))
+        return f"llama-server {flags} --slot-save-path {folder}/, then POST /slots/0?action=restore {name}"
+    file = quote(str(target))
+    if options.format is ExportFormat.GGSN:
+        program = "llama-completion (llama-cli in older builds)"
+        return f"{program} {flags} --prompt-cache {file}, with a prompt that begins alike"
+    return f"llama-ckpt adopt {file}"

@@ -1,0 +1,419 @@
+"""The store: a folder of checkpoint files. The only module that writes, maps, unlinks and walks them.
+
+Layout: `<root>/ab/cd/<id>.llam`, where `<id>` is 32 hex digits beginning with `abcd`; `<id>.<owner>.tmp` while it is written;
+`quarantine/<id>.llam` when it was found unreadable; a marker file with the registry's id. Names are generated, never taken
+from input; nothing outside the root is opened or unlinked, and no symlink is followed. Folders are 0700 and files 0600: a KV
+file is a transcript.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import stat
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from llama_ckpt.errors import Conflict, FileMissing, StoreFull, StoreUnavailable, UnsafePath
+from llama_ckpt.store import writers as owners
+from llama_ckpt.store.disk import (
+    BINARY,
+    NOFOLLOW,
+    NONBLOCK,
+    copy_rest,
+    fsync_folder,
+    link_file,
+    map_file,
+    put_in_place,
+    read_start,
+    told,
+    write_all,
+    write_with_holes,
+)
+from llama_ckpt.store.layout import PATH, QUARANTINE, SUFFIX, TEMPORARY_SUFFIX, Entry, walk
+
+MARKER = "llama-ckpt-store.json"
+_HEAD = 256
+
+StepHook = Callable[[str], None]
+
+
+def no_hook(_step: str) -> None:
+    """The hook of everyday runs: tests put one in its place that raises or exits at a named step."""
+
+
+def path_of(checkpoint_id: str) -> str:
+    """The relative path of a checkpoint's file, with forward slashes on every system."""
+    return f"{checkpoint_id[:2]}/{checkpoint_id[2:4]}/{checkpoint_id}{SUFFIX}"
+
+
+class Store:
+    """A folder of checkpoint files.
+
+    `drop_page_cache` lets the written pages go after the fsync, for hosts that save much and read little.
+    """
+
+    def __init__(self, root: Path, *, drop_page_cache: bool = False, hook: StepHook = no_hook) -> None:
+        self.root = root
+        self._drop_page_cache = drop_page_cache
+        self._hook = hook
+
+    def create(self) -> None:
+        """Makes the root with mode 0700 where it is not there.
+
+        Raises:
+            StoreUnavailable: it cannot be made, or is no folder.
+        """
+        with told(self.root):
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def claim(self, registry_id: str) -> None:
+        """Marks the store as this registry's, at the first save; a store that is marked already stays as it is.
+
+        Raises:
+            StoreUnavailable: the marker cannot be written.
+        """
+        if self.owner() is not None:
+            return
+        with told(self.root), contextlib.suppress(FileExistsError):
+            data = json.dumps({"registry_id": registry_id, "made_by": "llama-ckpt"}).encode()
+            temporary = self.root / f".{MARKER}.{uuid.uuid4().hex}"
+            try:
+                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                try:
+                    write_all(fd, memoryview(data))
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                put_in_place(temporary, self.root / MARKER)
+            finally:
+                temporary.unlink(missing_ok=True)
+            fsync_folder(self.root)
+
+    def owner(self) -> str | None:
+        """The id of the registry that the store is marked for; None when it bears no readable marker."""
+        try:
+            marker = json.loads((self.root / MARKER).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return None
+        named = marker.get("registry_id") if isinstance(marker, dict) else None
+        return named if isinstance(named, str) else None
+
+    def require_owner(self, registry_id: str, *, unmarked: bool) -> None:
+        """Holds the store to its marker; with `unmarked` a store without one is anybody's.
+
+        Raises:
+            StoreUnavailable: the marker names another registry, or there is none.
+        """
+        owner = self.owner()
+        if owner is None and not unmarked:
+            hint = f"is it mounted? If the files are really gone, say so with: llama-ckpt gc --force {registry_id}"
+            reason = f"it bears no marker of this registry, whose rows name files in it: {hint}"
+            raise StoreUnavailable(path=self.root, reason=reason)
+        if owner not in (None, registry_id):
+            hint = f"name the right database or store (to give this store to this database, delete {MARKER} in it)"
+            reason = f"it belongs to registry {owner}, this database is registry {registry_id}: {hint}"
+            raise StoreUnavailable(path=self.root, reason=reason)
+
+    def free_bytes(self) -> int:
+        """Free bytes of the file system, as a user without privileges sees them."""
+        return self.space()[0]
+
+    def space(self) -> tuple[int, int]:
+        """Free and total bytes of the file system, as a user without privileges sees them.
+
+        Raises:
+            StoreUnavailable: the system cannot say.
+        """
+        with told(self.root):
+            usage = shutil.disk_usage(self.root)
+            return usage.free, usage.total
+
+    def write(self, checkpoint_id: str, head: bytes, payload: memoryview) -> int:
+        """Writes a checkpoint file and gives its size in bytes: staged, length checked, fsync, rename, folder fsync.
+
+        If it is interrupted there is at most a temporary file; if it fails there is none. A file appears under its
+        name only when it is whole and durable.
+
+        Raises:
+            StoreFull: no room, by the free space before or by the system while writing.
+            StoreUnavailable: any other failure of the file system.
+        """
+        size = len(head) + payload.nbytes
+
+        def fill(fd: int) -> None:
+            write_all(fd, memoryview(head))
+            self._hook("head")
+            write_with_holes(fd, payload)
+
+        return self._put(checkpoint_id, size, fill)
+
+    def copy_in(self, checkpoint_id: str, source: Path, content: memoryview) -> int:
+        """Takes a checkpoint file from elsewhere, as `write` does, and gives its size in bytes. `content` is that file's bytes,
+        mapped, without the padding before them.
+
+        Raises:
+            Conflict: a file has the name of that id; it stays.
+            StoreFull, StoreUnavailable: as `write`; or the source cannot be read.
+        """
+        with told(source):
+            of_source = os.open(source, os.O_RDONLY | NOFOLLOW | BINARY | NONBLOCK)
+        try:
+            return self._put(checkpoint_id, content.nbytes, lambda fd: copy_rest(of_source, fd, content), is_named=True)
+        finally:
+            os.close(of_source)
+
+    def link_in(self, checkpoint_id: str, source: Path) -> int:
+        """Gives a checkpoint file from elsewhere a name in the store, by a hard link, and its size in bytes. The bytes are shared
+        from then on, with their mode, which becomes 0600: who changes the one changes the other.
+
+        Raises:
+            Conflict: a file has the name of that id; it stays.
+            BadInput: it lies on another file system, or one without hard links.
+            StoreUnavailable: the system refuses otherwise, as for another user's file.
+        """
+        target = Path(self._locate(path_of(checkpoint_id)))
+        with told(target):
+            self._make_shards(target.parent)
+            with _none_there(target):
+                size = link_file(source, target)
+            self._hook("renamed")
+            fsync_folder(target.parent)
+        return size
+
+    def _put(
+        self,
+        checkpoint_id: str,
+        size: int,
+        fill: Callable[[int], None],
+        *,
+        is_named: bool = False,
+    ) -> int:
+        """A file of `size` bytes that `fill` writes: staged, length checked, fsync, rename, folder fsync. An id that was not made
+        for it but `is_named` elsewhere may be another file's.
+        """
+        target = Path(self._locate(path_of(checkpoint_id)))
+        temporary = target.with_suffix(f".{owners.my_tag()}{TEMPORARY_SUFFIX}")
+        free = self.free_bytes()
+        if free < size:
+            raise StoreFull(needed=size, path=self.root, reason=f"{free} bytes are free")
+        with told(target, needed=size):
+            self._make_shards(target.parent)
+            try:
+                self._stage(temporary, fill, size)
+                self._hook("staged")
+                _give_new_name(temporary, target) if is_named else os.rename(temporary, target)
+            except Exception:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+                raise
+            try:
+                self._hook("renamed")
+                fsync_folder(target.parent)
+            except Exception:
+                with contextlib.suppress(OSError):
+                    target.unlink(missing_ok=True)
+                raise
+        return size
+
+    def _stage(self, temporary: Path, fill: Callable[[int], None], size: int) -> None:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | BINARY, 0o600)
+        try:
+            self._hook("created")
+            fill(fd)
+            self._hook("written")
+            written = os.fstat(fd).st_size
+            if written != size:
+                raise OSError(errno.EIO, f"{written} of {size} bytes arrived")
+            os.fsync(fd)
+            if self._drop_page_cache and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+    def _make_shards(self, folder: Path) -> None:
+        for shard in (folder.parent, folder):
+            _require_plain_folder(shard)
+            if not shard.is_dir():
+                with contextlib.suppress(FileExistsError):
+                    shard.mkdir(mode=0o700)
+                fsync_folder(shard.parent)
+
+    @contextlib.contextmanager
+    def map(self, relative: str) -> Iterator[memoryview]:
+        """The bytes of a stored file, mapped and read ahead, without a copy. The view is valid inside the `with` only.
+
+        Raises:
+            FileMissing: there is no such file.
+            UnsafePath: the path is not one of ours, or leads over a symlink.
+            StoreUnavailable: the system cannot read it now (EIO, EACCES, ESTALE): nothing is known of the file.
+        """
+        with map_file(self._locate(relative)) as view:
+            yield view
+
+    def size(self, relative: str) -> int | None:
+        """The size in bytes of a stored file; None when it is not there or is no regular file of ours.
+
+        Raises:
+            UnsafePath: the path is not one of ours, or leads over a symlink.
+            StoreUnavailable: the system cannot say.
+        """
+        path = self._locate(relative)
+        with told(path):
+            try:
+                found = os.lstat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def is_gone(self, relative: str) -> bool:
+        """Whether no file of ours is under a row's path: nothing is there, or what is there cannot be ours.
+
+        Raises:
+            StoreUnavailable: the system cannot say.
+        """
+        try:
+            return self.size(relative) is None
+        except UnsafePath:
+            return True
+
+    def modified_ns(self, relative: str) -> int:
+        """When a stored file was written or touched, in ns since 1970.
+
+        Raises:
+            UnsafePath: the path is not one of ours, or leads over a symlink.
+            StoreUnavailable: the file is gone, or the system cannot say.
+        """
+        path = self._locate(relative)
+        with told(path):
+            return os.lstat(path).st_mtime_ns
+
+    def head(self, relative: str) -> bytes:
+        """The first bytes of a stored file: a header with padding before it, or less if the file is shorter.
+
+        Raises:
+            UnsafePath: the path is not one of ours, or leads over a symlink.
+            StoreUnavailable: the file is gone, or the system cannot read it.
+        """
+        path = self._locate(relative)
+        with told(path):
+            return read_start(path, _HEAD)[0]
+
+    def beginning(self, relative: str, n_bytes: int) -> tuple[bytes, int]:
+        """The first `n_bytes` of a stored file, or all if it is shorter; and the size of the whole in bytes.
+
+        Raises:
+            FileMissing: there is no such file.
+            UnsafePath: the path is not one of ours, or leads over a symlink.
+            StoreUnavailable: the system cannot read it now: nothing is known of the file.
+        """
+        path = self._locate(relative)
+        with told(path):
+            try:
+                return read_start(path, n_bytes)
+            except FileNotFoundError as error:
+                raise FileMissing(path=path) from error
+
+    def touch(self, relative: str) -> None:
+        """Gives a stored file the time of now, so that gc takes it for a fresh one.
+
+        Raises:
+            UnsafePath: the path is not one of ours, or leads over a symlink.
+            StoreUnavailable: the file is gone, or the system refuses.
+        """
+        path = self._locate(relative)
+        with told(path):
+            # The system's own stamp moves in ticks of some milliseconds: within a tick a touch would not show.
+            now_ns = max(time.time_ns(), os.lstat(path).st_mtime_ns + 1)
+            os.utime(path, ns=(now_ns, now_ns))
+
+    def remove(self, relative: str, *, mtime_ns: int | None = None) -> int | None:
+        """Unlinks a stored file and gives the bytes freed; 0 when it was gone already. With `mtime_ns` a file that has another
+        time by now stays, and the answer is None.
+
+        Raises:
+            UnsafePath: the path is not one of ours, or leads over a symlink, or names no regular file.
+            StoreUnavailable: the system refuses.
+        """
+        path = self._locate(relative)
+        with told(path):
+            try:
+                found = os.lstat(path)
+                if not stat.S_ISREG(found.st_mode):
+                    raise UnsafePath(path=path, reason="not a regular file")
+                if mtime_ns is not None and found.st_mtime_ns != mtime_ns:
+                    return None
+                os.unlink(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return 0
+            return found.st_size
+
+    def quarantine(self, relative: str, *, mtime_ns: int | None = None) -> str | None:
+        """Moves a stored file out of the way and gives its new path; its age counts from now. With `mtime_ns` a file that has
+        another time by now stays, and the answer is None.
+
+        Raises:
+            UnsafePath: the path is not one of ours, or leads over a symlink.
+            StoreUnavailable: the file is gone, or the system refuses.
+        """
+        path, target = self._locate(relative), self.root / QUARANTINE / Path(relative).name
+        _require_plain_folder(target.parent)
+        with told(path):
+            if mtime_ns is not None and os.lstat(path).st_mtime_ns != mtime_ns:
+                return None
+            target.parent.mkdir(mode=0o700, exist_ok=True)
+            os.rename(path, target)
+            os.utime(target)
+            fsync_folder(target.parent)
+        return f"{QUARANTINE}/{target.name}"
+
+    def walk(self) -> Iterator[Entry]:
+        """Everything in the store's shard folders and its quarantine; opens no file and follows no symlink.
+
+        Raises:
+            StoreUnavailable: a folder cannot be listed. A partial list is never taken for a whole one.
+        """
+        with told(self.root):
+            yield from walk(self.root)
+
+    def _locate(self, relative: str) -> str:
+        """A path as text: gc asks for one per file, and `Path` would take as long as the system's work."""
+        if not PATH.fullmatch(relative):
+            raise UnsafePath(path=relative, reason="not a path that this store gives")
+        folder, (*parts, name) = os.fspath(self.root), relative.split("/")
+        for part in parts:
+            folder = f"{folder}/{part}"
+            _require_plain_folder(folder)
+        return f"{folder}/{name}"
+
+
+def _give_new_name(temporary: Path, target: Path) -> None:
+    with _none_there(target):
+        put_in_place(temporary, target)
+    temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _none_there(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileExistsError as error:
+        raise Conflict(what=f"{target.name} is there already") from error
+
+
+def _require_plain_folder(folder: str | Path) -> None:
+    """Nothing there yet is fine; a symlink, even to a folder, is not."""
+    try:
+        mode = os.lstat(folder).st_mode
+    except FileNotFoundError:
+        return
+    except OSError:
+        with told(Path(folder)):
+            raise
+    if not stat.S_ISDIR(mode):
+        raise UnsafePath(path=folder, reason="it is a symlink or no folder")

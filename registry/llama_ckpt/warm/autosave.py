@@ -1,0 +1,113 @@
+"""Saving while an engine generates: every so many tokens, at the end, and when Ctrl-C ends it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+from llama_ckpt.checkpoints import save as saving
+from llama_ckpt.checkpoints.register import SaveOptions
+from llama_ckpt.context import Parts
+from llama_ckpt.engine import Engine
+from llama_ckpt.errors import BadInput, LlamaCkptError
+from llama_ckpt.fingerprint import TokenIds
+from llama_ckpt.values import SaveResult
+
+log = logging.getLogger("llama_ckpt")
+
+T = TypeVar("T")
+
+
+class Autosave:
+    """Saves what an engine generates, every so many tokens and when its `with` block ends. Made by `Registry.autosave`.
+
+    Tell it of the tokens in one of two ways. It is a stopping criterion of llama-cpp-python, for `llama(…)` and
+    `llama.generate(…)`: `stopping_criteria=autosave`. Or it goes along with whatever yields while tokens are generated, such as
+    the stream of a chat: `for chunk in autosave.along(stream)`. What is saved are the tokens that the engine holds, by their ids:
+    all but the last one that was sampled.
+
+    In the main thread it also hears SIGINT meanwhile; elsewhere signals are left alone, and so is an ignored SIGINT. At the
+    first the token in flight is finished and generation stops; when the block ends, the state is saved, a warning in the log says
+    where, and the signal goes to the handler that was there before. Python's own raises KeyboardInterrupt, which ends a program
+    with the usual code 130. A second one goes to that handler at once: what was saved so far stays.
+
+    A save that fails does not end the generation: the log tells it, and `problem` keeps the last one. `saved` is the last save.
+    """
+
+    def __init__(self, parts: Parts, engine: Engine, every: int, options: SaveOptions) -> None:
+        if every < 1:
+            raise BadInput(what="every", value=every, reason="give the tokens between two saves, 1 or more")
+        self._parts, self._engine, self._every, self._options = parts, engine, every, options
+        self._before: Any = None
+        self._last: TokenIds | None = None  # what the engine held when it was looked at first, or saved last
+        self.interrupted = False
+        self.saved: SaveResult | None = None
+        self.problem: LlamaCkptError | None = None
+
+    def __enter__(self) -> Autosave:
+        before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and before not in (None, signal.SIG_IGN):
+            self._before = before
+            signal.signal(signal.SIGINT, self._hear)
+        return self
+
+    def __call__(self, _token_ids: Any = None, _logits: Any = None) -> bool:
+        """One token more: saves if it is time to, and says whether to stop. llama-cpp-python calls it with token ids and logits,
+        of which the engine knows more.
+        """
+        held = self._engine.held_token_ids()
+        if self._last is None or len(held) < len(self._last):
+            self._last = held  # the prompt's own state is not for here
+        elif len(held) - len(self._last) >= self._every:
+            self._save(held)
+        return self.interrupted
+
+    def along(self, stream: Iterable[T]) -> Iterator[T]:
+        """What `stream` yields, one by one; after each it saves if it is time to. Ends early after a SIGINT."""
+        for item in stream:
+            yield item
+            if self():
+                return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None or issubclass(kind, Exception):
+                self._finish()
+        finally:
+            self._unhear()
+        if self.interrupted and not isinstance(error, KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    def _finish(self) -> None:
+        held = self._engine.held_token_ids()
+        if len(held):
+            self._save(held)
+        row = None if self.saved is None else self.saved.checkpoint
+        if self.interrupted and row is not None:
+            path = self._parts.store.root / row.file_path
+            log.warning("interrupted: %d tokens are saved as checkpoint %s in %s", row.n_tokens, row.id, path)
+
+    def _save(self, held: TokenIds) -> None:
+        self._last = held  # also of a save that fails: the next try is due after as many tokens
+        try:
+            self.saved = saving.save(self._parts, self._engine, held, self._options)
+            log.info("%s: %d tokens", self.saved.outcome, len(held))
+        except LlamaCkptError as failure:
+            self.problem = failure
+            log.warning("%d tokens were not saved, what generates them goes on: %s", len(held), failure)
+
+    def _hear(self, _signal: int, _frame: FrameType | None) -> None:
+        self.interrupted = True
+        self._unhear()
+
+    def _unhear(self) -> None:
+        """Puts the old handler back, once."""
+        before, self._before = self._before, None
+        if before is not None:
+            signal.signal(signal.SIGINT, before)

@@ -1,0 +1,128 @@
+"""Single flight: of many processes that need the same tokens evaluated one does it, and the others wait for what it saves.
+
+A claim is a row with an expiry by the database's clock. Its holder renews it with every sign of progress, so one that is killed
+delays the others by no more than what was left of it. No lock is held while something is computed, and no thread is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import time
+
+from llama_ckpt.context import Parts
+from llama_ckpt.db import coordination
+from llama_ckpt.errors import BadInput, Conflict, DatabaseUnavailable
+
+log = logging.getLogger("llama_ckpt")
+
+CLAIM_S = 60.0
+DEFAULT_WAIT_S = 300.0
+_PATIENCE = 4  # times the longest silence of a holder so far: large batches on a slow machine are no sign of death
+_FIRST_STEP_S, _LONGEST_STEP_S, _GROWTH = 0.01, 1.0, 1.5
+
+
+class SingleFlight:
+    """What one caller claims, one key at a time, and waits for: at most `wait_s` seconds in all, 0 for not at all.
+
+    `waited_s` tells how long it waited, `gave_up` whether the limit ended that, `problem` that the database failed on the way.
+
+    Raises:
+        BadInput: a `wait_s` below 0.
+    """
+
+    def __init__(self, parts: Parts, wait_s: float) -> None:
+        if not 0 <= wait_s < 1e10:
+            raise BadInput(what="wait_s", value=wait_s, reason="give seconds from 0 on; 0 is for not waiting")
+        self._parts = parts
+        self._wait_s = wait_s
+        self._holder = f"warm {secrets.token_hex(8)} on {socket.gethostname()[:60]}"
+        self._claimed: bytes | None = None
+        self._ended = set[bytes]()  # whose flights came to an end that we waited for
+        self._claim_s = CLAIM_S
+        self._sign = self._due = 0.0  # by the monotonic clock: the last progress, and when the claim is to be renewed
+        self.waited_s = 0.0
+        self.gave_up = False
+        self.problem: DatabaseUnavailable | None = None
+
+    def enter(self, key: bytes) -> bool:
+        """Whether to compute what `key` stands for now. False: look again for what is there, and ask again. It was claimed or
+        waited for meanwhile, and another may have saved it before.
+        """
+        if key == self._claimed:
+            return True
+        self.leave()
+        if self.gave_up or self.problem is not None:
+            return True
+        try:
+            if self._take(key):
+                self._claimed = key
+                return False
+            if self._wait_s == 0 or key in self._ended:
+                return True  # a flight that brought nothing may be followed by more of the kind
+            self._wait(key)
+        except DatabaseUnavailable as error:
+            self.problem = error
+            return True
+        return False
+
+    def renew(self, *, at_once: bool = False) -> None:
+        """A sign of progress: puts off the end of the claim when a third of it is over, or at once. Never fails."""
+        if self._claimed is None:
+            return
+        now = time.monotonic()
+        self._claim_s = max(self._claim_s, _PATIENCE * (now - self._sign))
+        self._sign = now
+        if now < self._due and not at_once:
+            return
+        try:
+            if not self._take(self._claimed):
+                log.info("%s went on without a claim: it had expired, and another took it", self._holder)
+                self._claimed = None
+        except DatabaseUnavailable as error:
+            log.warning("a claim was not renewed, others may compute the same: %s", error)
+
+    def leave(self) -> None:
+        """Gives the claim back, if there is one. One that cannot be given back expires."""
+        key, self._claimed = self._claimed, None
+        if key is None:
+            return
+        try:
+            with self._parts.database.write() as db:
+                coordination.drop_claim(db, key, self._holder)
+                coordination.forget_claims(db)
+        except DatabaseUnavailable as error:
+            log.warning("others may wait %.0f s for a claim that could not be given back: %s", self._claim_s, error)
+
+    def _take(self, key: bytes) -> bool:
+        self._sign = time.monotonic()
+        self._due = self._sign + self._claim_s / 3
+        try:
+            with self._parts.database.write() as db:
+                return coordination.take_claim(db, key, self._holder, 0, self._claim_s)
+        except Conflict:  # another inserted it at this moment
+            return False
+
+    def _wait(self, key: bytes) -> None:
+        """Waits until nobody has the key any more, or the limit is reached."""
+        started, before = time.monotonic(), self.waited_s
+        step, holder, expires = _FIRST_STEP_S, "", 0.0
+        while not self.gave_up:
+            asked = time.monotonic()
+            seen = self._parts.database.query(lambda db: coordination.claim_of(db, key))
+            now = time.monotonic()
+            self.waited_s = before + now - started
+            if seen is not None and seen[1] <= 0:
+                return  # its holder was killed, or is as good as: one takes over, the others wait for that one
+            if seen is None or (holder and seen[0] != holder and now < expires):
+                self._ended.add(key)
+                return
+            holder, expires = seen[0], asked + seen[1]
+            if self.waited_s >= self._wait_s:
+                log.warning("after %.1f s of waiting for %s: computing the same here", self.waited_s, holder)
+                self.gave_up = True
+                return
+            self._parts.hook("waits")
+            time.sleep(min(step, seen[1], self._wait_s - self.waited_s))
+            step = min(step * _GROWTH, _LONGEST_STEP_S)
