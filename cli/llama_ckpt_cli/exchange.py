@@ -60,7 +60,7 @@ def _maker(out: Output, model: Path) -> Callable[[EngineLayout], LlamaCppEngine]
     """Makes the model's engine; files that follow one another and need the same one share it."""
     import functools
 
-    from llama_ckpt.formats.kv_state import GGML_TYPES
+    from llama_ckpt.formats.kv.state import GGML_TYPES
     from llama_ckpt_cli.inputs import load_engine
 
     known = {kind.name for kind in GGML_TYPES.values()}

@@ -216,7 +216,7 @@ def load_engine(
     """
     from llama_ckpt.engine.llamacpp import LlamaCppEngine
     from llama_ckpt.errors import BadInput
-    from llama_ckpt.formats.kv_state import GGML_TYPES
+    from llama_ckpt.formats.kv.state import GGML_TYPES
 
     types = {name: number for number, (name, _, _) in GGML_TYPES.items()}
     of_v = type_v or kv_type

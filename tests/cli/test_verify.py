@@ -9,7 +9,7 @@ from support import samples
 from support.sample_engine import SampleEngine
 
 from llama_ckpt.errors import BadInput, FileMissing, NotFound, UnsafePath, VerifyFailed
-from llama_ckpt.formats import kv_state
+from llama_ckpt.formats.kv import state as kv_state
 from llama_ckpt.registry import Registry
 from llama_ckpt.store.store import path_of
 from llama_ckpt.values import StaleReason, Status

@@ -12,7 +12,10 @@ from llama_ckpt.engine.llamacpp import LlamaCppEngine
 from llama_ckpt.errors import Incompatible
 from llama_ckpt.exchange.adopt import AdoptOptions, AdoptOutcome, adopt
 from llama_ckpt.exchange.export import ExportFormat, ExportOptions, export
-from llama_ckpt.formats import container, engine_files, kv_edit, kv_numbers, kv_state
+from llama_ckpt.formats import container, engine_files
+from llama_ckpt.formats.kv import edit as kv_edit
+from llama_ckpt.formats.kv import numbers as kv_numbers
+from llama_ckpt.formats.kv import state as kv_state
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Outcome
 from llama_ckpt_cli.app import main

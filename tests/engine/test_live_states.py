@@ -9,8 +9,12 @@ from support import samples
 
 from llama_ckpt import formats
 from llama_ckpt.errors import Incompatible
-from llama_ckpt.formats import engine_files, kv_context, kv_edit, kv_state, kv_values
-from llama_ckpt.formats.kv_layout import Dialect
+from llama_ckpt.formats import engine_files
+from llama_ckpt.formats.kv import context as kv_context
+from llama_ckpt.formats.kv import edit as kv_edit
+from llama_ckpt.formats.kv import state as kv_state
+from llama_ckpt.formats.kv import values as kv_values
+from llama_ckpt.formats.kv.layout import Dialect
 
 pytestmark = pytest.mark.llama
 

@@ -11,7 +11,7 @@ from support import samples
 
 from llama_ckpt.engine.llamacpp import LlamaCppEngine
 from llama_ckpt.errors import BadInput, EngineFailed, Unsupported
-from llama_ckpt.formats import kv_state
+from llama_ckpt.formats.kv import state as kv_state
 from llama_ckpt.values import MemoryKind, Outcome, SaveOutcome, StaleReason
 
 pytestmark = pytest.mark.llama

@@ -13,8 +13,9 @@ from support.planted import as_dialect, payload_of, replant
 from llama_ckpt.checkpoints import restore as restoring
 from llama_ckpt.checkpoints.restore import RestoreOptions
 from llama_ckpt.errors import BadInput, EngineFailed, EngineStateMismatch, Incompatible
-from llama_ckpt.formats import kv_edit, kv_state
-from llama_ckpt.formats.kv_layout import Dialect
+from llama_ckpt.formats.kv import edit as kv_edit
+from llama_ckpt.formats.kv import state as kv_state
+from llama_ckpt.formats.kv.layout import Dialect
 from llama_ckpt.values import MatchResult, Outcome, SaveOutcome, StaleReason, Status
 
 pytestmark = pytest.mark.llama

@@ -26,13 +26,19 @@ except ImportError:
 if atheris is not None:
     with atheris.instrument_imports(include=["llama_ckpt.formats"]):
         from llama_ckpt import formats
-        from llama_ckpt.formats import engine_files, kv_edit, kv_state, kv_values
+        from llama_ckpt.formats import engine_files
+        from llama_ckpt.formats.kv import edit as kv_edit
+        from llama_ckpt.formats.kv import state as kv_state
+        from llama_ckpt.formats.kv import values as kv_values
 else:
     from llama_ckpt import formats
-    from llama_ckpt.formats import engine_files, kv_edit, kv_state, kv_values
+    from llama_ckpt.formats import engine_files
+    from llama_ckpt.formats.kv import edit as kv_edit
+    from llama_ckpt.formats.kv import state as kv_state
+    from llama_ckpt.formats.kv import values as kv_values
 
 from llama_ckpt.errors import BadInput, CorruptFile, Incompatible, Unsupported  # noqa: E402
-from llama_ckpt.formats.kv_layout import Dialect  # noqa: E402
+from llama_ckpt.formats.kv.layout import Dialect  # noqa: E402
 
 OPERATIONS = (
     lambda state: kv_edit.cut(state, 2),

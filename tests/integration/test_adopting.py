@@ -28,8 +28,10 @@ from llama_ckpt.errors import (
 )
 from llama_ckpt.exchange.adopt import AdoptOptions, AdoptOutcome, adopt
 from llama_ckpt.fingerprint import fingerprint, input_hash
-from llama_ckpt.formats import container, engine_files, kv_edit, kv_state
-from llama_ckpt.formats.kv_layout import Dialect
+from llama_ckpt.formats import container, engine_files
+from llama_ckpt.formats.kv import edit as kv_edit
+from llama_ckpt.formats.kv import state as kv_state
+from llama_ckpt.formats.kv.layout import Dialect
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Policy
 from llama_ckpt.store import disk

@@ -13,8 +13,9 @@ from llama_ckpt.errors import BadInput, CorruptFile, FileMissing, StoreFull, Uns
 from llama_ckpt.exchange.adopt import AdoptOptions, AdoptOutcome, adopt
 from llama_ckpt.exchange.export import ExportFormat, ExportOptions, export
 from llama_ckpt.fingerprint import fingerprint
-from llama_ckpt.formats import engine_files, kv_edit
-from llama_ckpt.formats.kv_layout import Dialect
+from llama_ckpt.formats import engine_files
+from llama_ckpt.formats.kv import edit as kv_edit
+from llama_ckpt.formats.kv.layout import Dialect
 from llama_ckpt.registry import Registry
 
 GGSQ, GGSN, LLAM = ExportFormat.GGSQ, ExportFormat.GGSN, ExportFormat.LLAM

@@ -14,7 +14,7 @@ from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db import queries
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import BadInput, EngineStateMismatch, EvidenceRefused, NotFound, StoreUnavailable
-from llama_ckpt.formats.kv_layout import Dialect
+from llama_ckpt.formats.kv.layout import Dialect
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
 

@@ -12,9 +12,12 @@ from support import samples
 
 from llama_ckpt import formats
 from llama_ckpt.errors import BadInput, CorruptFile, Incompatible, LlamaCkptError, Unsupported
-from llama_ckpt.formats import engine_files, kv_edit, kv_state, kv_values
-from llama_ckpt.formats.ggml_types import GGML_TYPES
-from llama_ckpt.formats.kv_layout import Dialect
+from llama_ckpt.formats import engine_files
+from llama_ckpt.formats.kv import edit as kv_edit
+from llama_ckpt.formats.kv import state as kv_state
+from llama_ckpt.formats.kv import values as kv_values
+from llama_ckpt.formats.kv.layout import Dialect
+from llama_ckpt.formats.kv.types import GGML_TYPES
 
 FLOATS = {0: 4, 1: 2, 30: 2}
 

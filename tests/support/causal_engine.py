@@ -13,7 +13,8 @@ from support.sample_engine import NOTHING
 from llama_ckpt.engine import no_progress
 from llama_ckpt.errors import EngineFailed, EngineStateMismatch
 from llama_ckpt.fingerprint import fingerprint
-from llama_ckpt.formats import kv_edit, kv_state
+from llama_ckpt.formats.kv import edit as kv_edit
+from llama_ckpt.formats.kv import state as kv_state
 from llama_ckpt.values import MemoryKind, ModelDimensions
 
 N_LAYER, ROW_BYTES, F16 = 2, 16, 1

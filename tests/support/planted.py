@@ -9,7 +9,9 @@ import sqlalchemy as sa
 
 from llama_ckpt import formats
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
-from llama_ckpt.formats import container, kv_edit, kv_pieces
+from llama_ckpt.formats import container
+from llama_ckpt.formats.kv import edit as kv_edit
+from llama_ckpt.formats.kv import pieces as kv_pieces
 
 
 def replant(registry, row, payload, **metadata):

@@ -13,7 +13,8 @@ from support import samples
 from llama_ckpt.engine import no_progress
 from llama_ckpt.errors import BadInput, EngineFailed, EngineStateMismatch
 from llama_ckpt.fingerprint import fingerprint
-from llama_ckpt.formats import kv_edit, kv_state
+from llama_ckpt.formats.kv import edit as kv_edit
+from llama_ckpt.formats.kv import state as kv_state
 from llama_ckpt.values import MemoryKind, ModelDimensions
 
 NOTHING = np.empty(0, dtype=np.int32)

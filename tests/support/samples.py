@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llama_ckpt.formats import kv_state
+from llama_ckpt.formats.kv import state as kv_state
 
 SAMPLES = Path(__file__).parents[1] / "samples"
 F16 = "ggsq-v3-f16.bin"

@@ -11,8 +11,11 @@ from support import samples
 
 from llama_ckpt import formats
 from llama_ckpt.errors import BadInput, CorruptFile, Incompatible, Unsupported
-from llama_ckpt.formats import engine_files, kv_context, kv_edit, kv_state
-from llama_ckpt.formats.kv_layout import Dialect
+from llama_ckpt.formats import engine_files
+from llama_ckpt.formats.kv import context as kv_context
+from llama_ckpt.formats.kv import edit as kv_edit
+from llama_ckpt.formats.kv import state as kv_state
+from llama_ckpt.formats.kv.layout import Dialect
 
 IDS = np.array([504, 7742, 2004], dtype=np.int32)
 HUGE = 0xFFFFFFFF

@@ -10,10 +10,12 @@ import pytest
 from support import samples
 
 from llama_ckpt.errors import BadInput, Incompatible, Unsupported
-from llama_ckpt.formats import engine_files, kv_edit, kv_state
-from llama_ckpt.formats.ggml_types import ALL_TYPES, GGML_TYPES
-from llama_ckpt.formats.kv_layout import Dialect
-from llama_ckpt.formats.kv_values import BadValue, not_finite
+from llama_ckpt.formats import engine_files
+from llama_ckpt.formats.kv import edit as kv_edit
+from llama_ckpt.formats.kv import state as kv_state
+from llama_ckpt.formats.kv.layout import Dialect
+from llama_ckpt.formats.kv.types import ALL_TYPES, GGML_TYPES
+from llama_ckpt.formats.kv.values import BadValue, not_finite
 
 SLICEABLE = [
     samples.V2,

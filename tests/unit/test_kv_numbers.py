@@ -9,9 +9,12 @@ import pytest
 from support import samples
 
 from llama_ckpt.errors import Incompatible, Unsupported
-from llama_ckpt.formats import engine_files, kv_edit, kv_numbers, kv_state
-from llama_ckpt.formats.kv_layout import Dialect
-from llama_ckpt.formats.kv_pieces import Block
+from llama_ckpt.formats import engine_files
+from llama_ckpt.formats.kv import edit as kv_edit
+from llama_ckpt.formats.kv import numbers as kv_numbers
+from llama_ckpt.formats.kv import state as kv_state
+from llama_ckpt.formats.kv.layout import Dialect
+from llama_ckpt.formats.kv.pieces import Block
 
 
 def half(value: float) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 from support import samples
 
 from llama_ckpt.errors import Unsupported
-from llama_ckpt.formats import kv_state
+from llama_ckpt.formats.kv import state as kv_state
 
 ALL = [samples.V2, samples.F16, samples.F16_FLASH, samples.Q8_FLASH, samples.V4_TWO_STREAMS]
 # Where things stand in a state of one stream and three cells without rotation words.

@@ -15,7 +15,8 @@ from support.sample_engine import SampleEngine
 from llama_ckpt import formats
 from llama_ckpt.errors import CorruptFile
 from llama_ckpt.fingerprint import tokens_hash
-from llama_ckpt.formats import container, kv_state
+from llama_ckpt.formats import container
+from llama_ckpt.formats.kv import state as kv_state
 from llama_ckpt.values import Checkpoint, MemoryKind, ModelDimensions, Status
 
 INPUT_HASH = bytes(range(32))

@@ -10,7 +10,8 @@ from support import samples, small
 
 from llama_ckpt import formats
 from llama_ckpt.errors import CorruptFile
-from llama_ckpt.formats import container, kv_state
+from llama_ckpt.formats import container
+from llama_ckpt.formats.kv import state as kv_state
 
 WHOLE = small.checkpoint()
 PAYLOAD_AT = 4096

@@ -26,7 +26,7 @@ from llama_ckpt.errors import (
     Unsupported,
 )
 from llama_ckpt.fingerprint import TokenIds, tokens_hash
-from llama_ckpt.formats import kv_edit
+from llama_ckpt.formats.kv import edit as kv_edit
 from llama_ckpt.values import Checkpoint, MemoryKind, Outcome, Status
 
 log = logging.getLogger("llama_ckpt")

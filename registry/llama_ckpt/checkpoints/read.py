@@ -20,9 +20,11 @@ from llama_ckpt.db import leases
 from llama_ckpt.engine import HeldState
 from llama_ckpt.errors import BadInput, CorruptFile, DatabaseUnavailable, FileMissing, Incompatible
 from llama_ckpt.fingerprint import TokenIds, differences, fingerprint
-from llama_ckpt.formats import kv_edit, kv_values, legacy
-from llama_ckpt.formats.ggml_types import is_quantised
-from llama_ckpt.formats.kv_layout import Dialect
+from llama_ckpt.formats import legacy
+from llama_ckpt.formats.kv import edit as kv_edit
+from llama_ckpt.formats.kv import values as kv_values
+from llama_ckpt.formats.kv.layout import Dialect
+from llama_ckpt.formats.kv.types import is_quantised
 from llama_ckpt.metrics import Event
 from llama_ckpt.values import Checkpoint, Fingerprint
 

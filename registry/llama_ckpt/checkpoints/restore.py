@@ -27,7 +27,7 @@ from llama_ckpt.errors import (
     without_frames,
 )
 from llama_ckpt.fingerprint import Input, TokenIds, input_hash, tokens_hash
-from llama_ckpt.formats import kv_edit
+from llama_ckpt.formats.kv import edit as kv_edit
 from llama_ckpt.metrics import Event
 from llama_ckpt.values import Checkpoint, MatchResult, MergeResult, Outcome, RestoreResult
 

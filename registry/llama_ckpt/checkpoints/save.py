@@ -19,7 +19,9 @@ from llama_ckpt.context import Parts
 from llama_ckpt.engine import HeldState
 from llama_ckpt.errors import Conflict, EngineStateMismatch
 from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash, text_bytes, tokens_hash
-from llama_ckpt.formats import container, kv_edit, kv_state
+from llama_ckpt.formats import container
+from llama_ckpt.formats.kv import edit as kv_edit
+from llama_ckpt.formats.kv import state as kv_state
 from llama_ckpt.store.store import path_of
 from llama_ckpt.values import Checkpoint, MemoryKind, NewCheckpoint, SaveOutcome, SaveResult
 

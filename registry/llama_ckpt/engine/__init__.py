@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llama_ckpt.fingerprint import TokenIds
-from llama_ckpt.formats.kv_edit import Rotation
-from llama_ckpt.formats.kv_layout import Dialect
+from llama_ckpt.formats.kv.edit import Rotation
+from llama_ckpt.formats.kv.layout import Dialect
 from llama_ckpt.values import Fingerprint, MemoryKind, ModelDimensions
 
 Progress = Callable[[int, int], None]

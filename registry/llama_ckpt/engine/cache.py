@@ -12,7 +12,7 @@ from llama_ckpt.engine import Engine
 from llama_ckpt.engine.llamacpp import LlamaCppEngine
 from llama_ckpt.errors import EngineMissing, LlamaCkptError
 from llama_ckpt.fingerprint import TokenIds, as_token_ids
-from llama_ckpt.formats import kv_edit
+from llama_ckpt.formats.kv import edit as kv_edit
 from llama_ckpt.values import Fingerprint, MatchResult, MemoryKind, Outcome, RestoreResult, SaveResult, Stats
 
 try:

@@ -21,9 +21,9 @@ from llama_ckpt.engine.tracking import Tracking
 from llama_ckpt.engine.vocabulary import completion_ids, text_of
 from llama_ckpt.errors import BadInput, EngineFailed, EngineMissing, EngineStateMismatch, Unsupported
 from llama_ckpt.fingerprint import TokenIds, fingerprint
-from llama_ckpt.formats import kv_state
-from llama_ckpt.formats.ggml_types import is_quantised
-from llama_ckpt.formats.kv_edit import Rotation
+from llama_ckpt.formats.kv import state as kv_state
+from llama_ckpt.formats.kv.edit import Rotation
+from llama_ckpt.formats.kv.types import is_quantised
 from llama_ckpt.values import FieldValue, Fingerprint, MemoryKind, ModelDimensions
 
 try:

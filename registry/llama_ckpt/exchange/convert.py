@@ -14,8 +14,12 @@ from llama_ckpt.checkpoints.save import Captured
 from llama_ckpt.engine import Engine
 from llama_ckpt.errors import BadInput, CorruptFile, Incompatible, Unsupported
 from llama_ckpt.fingerprint import TokenIds, input_hash
-from llama_ckpt.formats import engine_files, kv_edit, kv_numbers, kv_state, kv_values
-from llama_ckpt.formats.kv_layout import Dialect
+from llama_ckpt.formats import engine_files
+from llama_ckpt.formats.kv import edit as kv_edit
+from llama_ckpt.formats.kv import numbers as kv_numbers
+from llama_ckpt.formats.kv import state as kv_state
+from llama_ckpt.formats.kv import values as kv_values
+from llama_ckpt.formats.kv.layout import Dialect
 from llama_ckpt.values import MemoryKind, ModelDimensions
 
 _N_PROVEN = 8

@@ -14,8 +14,8 @@ from llama_ckpt.checkpoints.read import Cells, stored_cells
 from llama_ckpt.context import Parts
 from llama_ckpt.errors import BadInput
 from llama_ckpt.formats import container, engine_files
-from llama_ckpt.formats.ggml_types import ALL_TYPES, is_quantised
-from llama_ckpt.formats.kv_layout import KvState, Rows
+from llama_ckpt.formats.kv.layout import KvState, Rows
+from llama_ckpt.formats.kv.types import ALL_TYPES, is_quantised
 from llama_ckpt.store.disk import write_file
 from llama_ckpt.values import Checkpoint
 

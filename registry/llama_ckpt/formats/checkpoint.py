@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from llama_ckpt.errors import BadInput, CorruptFile, Unsupported
 from llama_ckpt.fingerprint import fingerprint, tokens_hash
-from llama_ckpt.formats import container, kv_state
+from llama_ckpt.formats import container
+from llama_ckpt.formats.kv import state as kv_state
 from llama_ckpt.values import Checkpoint, Fingerprint, ModelDimensions
 
 

@@ -15,8 +15,10 @@ import numpy as np
 
 from llama_ckpt.errors import BadInput, CorruptFile, LlamaCkptError, Unsupported
 from llama_ckpt.fingerprint import TokenIds
-from llama_ckpt.formats import kv_context, kv_edit, kv_state
-from llama_ckpt.formats.kv_layout import Dialect, KvState, Positions
+from llama_ckpt.formats.kv import context as kv_context
+from llama_ckpt.formats.kv import edit as kv_edit
+from llama_ckpt.formats.kv import state as kv_state
+from llama_ckpt.formats.kv.layout import Dialect, KvState, Positions
 
 GGSQ = "ggsq"
 GGSN = "ggsn"

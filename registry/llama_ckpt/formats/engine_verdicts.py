@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from llama_ckpt.formats.engine_files import GGSN, GGSQ, MAGICS, VERSIONS
-from llama_ckpt.formats.ggml_types import ALL_TYPES, FLOAT_EXPONENTS
 from llama_ckpt.formats.identification import Identified
-from llama_ckpt.formats.kv_layout import Dialect
+from llama_ckpt.formats.kv.layout import Dialect
+from llama_ckpt.formats.kv.types import ALL_TYPES, FLOAT_EXPONENTS
 
 # Which builds are known to write a version of ggsq. One that is not named here is called by its numbers alone.
 _BUILDS = {2: "llama-cpp-python 0.3.26", 3: "llama-cpp-python 0.3.36, llama.cpp b11401", 4: "llama.cpp b11434"}

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llama_ckpt.errors import CorruptFile, LlamaCkptError, Unsupported
-from llama_ckpt.formats import container, engine_files, kv_state, legacy
+from llama_ckpt.formats import container, engine_files, legacy
 from llama_ckpt.formats.checkpoint import open_checkpoint
-from llama_ckpt.formats.kv_layout import KvState, Positions
+from llama_ckpt.formats.kv import state as kv_state
+from llama_ckpt.formats.kv.layout import KvState, Positions
 
 _ENGINE_FORMATS = {
     engine_files.GGSQ: "llama.cpp's state of one sequence (llama-server slot, llama_state_seq_save_file)",

@@ -25,9 +25,11 @@ import numpy as np
 
 from llama_ckpt.errors import BadInput, CorruptFile, Unsupported
 from llama_ckpt.fingerprint import TokenIds, tokens_hash
-from llama_ckpt.formats import checkpoint, container, engine_files, kv_state, kv_values, legacy
+from llama_ckpt.formats import checkpoint, container, engine_files, legacy
 from llama_ckpt.formats.container import HEADER_SIZE, MAX_METADATA, PAGE, Contents, Header
 from llama_ckpt.formats.identification import identify
+from llama_ckpt.formats.kv import state as kv_state
+from llama_ckpt.formats.kv import values as kv_values
 
 _MAX_PLACES = 16  # pages looked at that begin like a state
 _FROM_PAYLOAD = (

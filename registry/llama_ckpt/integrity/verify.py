@@ -10,9 +10,11 @@ from llama_ckpt import formats
 from llama_ckpt.db import collecting, queries
 from llama_ckpt.db.connect import Database
 from llama_ckpt.errors import CorruptFile, FileMissing, UnsafePath
-from llama_ckpt.formats import container, engine_files, kv_state, kv_values, legacy
-from llama_ckpt.formats.ggml_types import ALL_TYPES
-from llama_ckpt.formats.kv_layout import KvState
+from llama_ckpt.formats import container, engine_files, legacy
+from llama_ckpt.formats.kv import state as kv_state
+from llama_ckpt.formats.kv import values as kv_values
+from llama_ckpt.formats.kv.layout import KvState
+from llama_ckpt.formats.kv.types import ALL_TYPES
 from llama_ckpt.gc_values import Finding, FindingKind
 from llama_ckpt.store.disk import map_file
 from llama_ckpt.store.store import Store

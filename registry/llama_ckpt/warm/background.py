@@ -14,7 +14,7 @@ from llama_ckpt.context import Parts
 from llama_ckpt.engine import Engine
 from llama_ckpt.errors import LlamaCkptError, Unsupported, without_frames
 from llama_ckpt.fingerprint import Input, TokenIds
-from llama_ckpt.formats import kv_edit
+from llama_ckpt.formats.kv import edit as kv_edit
 from llama_ckpt.values import MemoryKind, SaveResult
 
 Saved = SaveResult | LlamaCkptError

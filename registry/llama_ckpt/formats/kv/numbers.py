@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llama_ckpt.errors import Incompatible, Unsupported
-from llama_ckpt.formats.ggml_types import ALL_TYPES, type_name
-from llama_ckpt.formats.kv_pieces import Block, Piece, Pieces, take_apart
+from llama_ckpt.formats.kv.pieces import Block, Piece, Pieces, take_apart
+from llama_ckpt.formats.kv.types import ALL_TYPES, type_name
 
 Floats = NDArray[np.float32]
 _IQ4_NL = np.array(

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llama_ckpt.errors import Unsupported
-from llama_ckpt.formats import kv_state
-from llama_ckpt.formats.ggml_types import ALL_TYPES, is_quantised
-from llama_ckpt.formats.kv_layout import KvState, Rows, Stream
+from llama_ckpt.formats.kv import state as kv_state
+from llama_ckpt.formats.kv.layout import KvState, Rows, Stream
+from llama_ckpt.formats.kv.types import ALL_TYPES, is_quantised
 
 Chosen = slice | NDArray[np.intp]
 _EVERY = slice(None)

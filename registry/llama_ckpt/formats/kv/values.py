@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llama_ckpt.formats import kv_state
-from llama_ckpt.formats.ggml_types import ALL_TYPES, FLOAT_EXPONENTS, SCALE_WORDS, type_name
-from llama_ckpt.formats.kv_layout import KvState, Rows
+from llama_ckpt.formats.kv import state as kv_state
+from llama_ckpt.formats.kv.layout import KvState, Rows
+from llama_ckpt.formats.kv.types import ALL_TYPES, FLOAT_EXPONENTS, SCALE_WORDS, type_name
 
 _F16_EXPONENT = 0x7C00
 _AT_ONCE = 1 << 20  # values looked at in one go: a few MiB of scratch, however large the state

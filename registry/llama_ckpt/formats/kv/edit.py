@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llama_ckpt.errors import BadInput, Incompatible, Unsupported
-from llama_ckpt.formats.ggml_types import is_quantised, type_name
-from llama_ckpt.formats.kv_layout import Dialect, KvState
-from llama_ckpt.formats.kv_pieces import Block, Piece, Pieces, assemble, selection, take_apart
+from llama_ckpt.formats.kv.layout import Dialect, KvState
+from llama_ckpt.formats.kv.pieces import Block, Piece, Pieces, assemble, selection, take_apart
+from llama_ckpt.formats.kv.types import is_quantised, type_name
 
 Rotation = tuple[int, int]
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llama_ckpt.errors import BadInput, Unsupported
-from llama_ckpt.formats.ggml_types import type_name
+from llama_ckpt.formats.kv.types import type_name
 
 Positions = NDArray[np.int32]
 _NONE = np.empty(0, dtype=np.int32)

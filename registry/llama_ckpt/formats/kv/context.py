@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llama_ckpt.errors import Unsupported
-from llama_ckpt.formats import kv_state
-from llama_ckpt.formats.kv_layout import KvState, Positions, Stream
-from llama_ckpt.formats.kv_pieces import Piece, Pieces, assemble, block_of, selection
+from llama_ckpt.formats.kv import state as kv_state
+from llama_ckpt.formats.kv.layout import KvState, Positions, Stream
+from llama_ckpt.formats.kv.pieces import Piece, Pieces, assemble, block_of, selection
 
 
 def sequence_state(body: memoryview, seq_id: int = 0) -> memoryview:

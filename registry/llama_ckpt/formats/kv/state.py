@@ -21,8 +21,7 @@ import struct
 import numpy as np
 
 from llama_ckpt.errors import Unsupported
-from llama_ckpt.formats.ggml_types import ALL_TYPES, GGML_TYPES, type_name
-from llama_ckpt.formats.kv_layout import (
+from llama_ckpt.formats.kv.layout import (
     Cache,
     Dialect,
     KvState,
@@ -34,6 +33,7 @@ from llama_ckpt.formats.kv_layout import (
     require_plain_sequence,
     require_whole_sequence,
 )
+from llama_ckpt.formats.kv.types import ALL_TYPES, GGML_TYPES, type_name
 
 __all__ = [
     "GGML_TYPES",
