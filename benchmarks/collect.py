@@ -26,7 +26,7 @@ from benchmarks.sizes import Sizes
 from benchmarks.synthetic import SampleEngine, checkpoint_bytes, ids_number
 from llama_ckpt.checkpoints.match import DEFAULT_MIN_TOKENS
 from llama_ckpt.collector.collector import Collector
-from llama_ckpt.db import queries
+from llama_ckpt.db import rows
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.fingerprint import active_key
 from llama_ckpt.gc_values import GcKind, GcPlan
@@ -71,16 +71,16 @@ def plant_files(root: Path, n_files: int) -> None:
 def plant_rows(registry: Registry, engine: SampleEngine, n_rows: int, n_files: int) -> None:
     digest, size = engine.fingerprint.digest, len(file_bytes())
     with registry.database.read() as db:
-        now = queries.clock_us(db)
+        now = rows.clock_us(db)
     for first in range(0, n_rows, 5000):
-        rows = []
+        values = []
         for number in range(first, min(first + 5000, n_rows)):
             kind = number % 10 if number < n_files else 9  # 1: an orphan; 2: STALE; 3: its file is gone
             if number < n_files and (kind == 1 or number % 20 == 0):
                 continue
             stale, of_input = kind == 2, number.to_bytes(32, "big")
             checkpoint_id = planting.id_of(number)
-            rows.append(
+            values.append(
                 dict(id=checkpoint_id, model_name="sample", input_hash=of_input, status="STALE" if stale else "ACTIVE",
                      pinned=0, file_path=path_of(checkpoint_id), active_key=None if stale else active_key(digest, of_input),
                      fingerprint=digest, tokens_hash=of_input, n_tokens=256, memory_kind="full",
@@ -88,9 +88,9 @@ def plant_rows(registry: Registry, engine: SampleEngine, n_rows: int, n_files: i
                      last_used_us=now - number, hit_count=number % 7, stale_reason="evicted" if stale else None,
                      stale_us=now - 2 * DAY_US if stale else None, start_token=0)
             )  # fmt: skip
-        if rows:
+        if values:
             with registry.database.write() as db:
-                db.execute(sa.insert(meta), rows)
+                db.execute(sa.insert(meta), values)
     if registry.database.dialect == "postgresql":
         with registry.database.write() as db:
             db.exec_driver_sql("ANALYZE")  # as the server does by itself within a minute or two

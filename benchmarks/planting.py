@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import sqlalchemy as sa
 
-from llama_ckpt.db import queries
+from llama_ckpt.db import rows
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import checkpoint_prefix
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
@@ -80,16 +80,16 @@ def plant(registry: Registry, digest: bytes, n_rows: int) -> None:
     """Rows 1 to `n_rows` with their links; the model is there already, and no other row is."""
     database = registry.database
     with database.read() as db:
-        now = queries.clock_us(db)
+        now = rows.clock_us(db)
     for first in range(1, n_rows + 1, _BATCH):
-        rows: list[dict[str, object]] = []
+        values: list[dict[str, object]] = []
         links: list[dict[str, object]] = []
         for number in range(first, min(first + _BATCH, n_rows + 1)):
             ids = ids_of(blocks_of(number))
-            rows.append(_row(number, digest, ids, now))
+            values.append(_row(number, digest, ids, now))
             links += _links(number, digest, ids)
         with database.write() as db:
-            db.execute(sa.insert(meta), rows)
+            db.execute(sa.insert(meta), values)
             db.execute(sa.insert(checkpoint_prefix), links)
     _settle(database, n_rows)
 

@@ -10,7 +10,7 @@ from llama_ckpt.checkpoints import search as finding
 from llama_ckpt.checkpoints.register import clean_name
 from llama_ckpt.checkpoints.search import Question
 from llama_ckpt.context import Parts
-from llama_ckpt.db import queries, usage
+from llama_ckpt.db import marks, rows, usage
 from llama_ckpt.engine import Vocabulary
 from llama_ckpt.errors import BadInput, NotFound
 from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash
@@ -95,8 +95,8 @@ class Catalogue:
         if not _ID_PREFIX.fullmatch(wanted):
             raise BadInput(what="checkpoint id", value=checkpoint_id, reason="expected 4 to 32 hex digits")
         with self.database.read() as db:
-            ids = queries.ids_like(db, wanted, 2)
-            row = queries.get(db, ids[0]) if len(ids) == 1 else None
+            ids = rows.ids_like(db, wanted, 2)
+            row = rows.get(db, ids[0]) if len(ids) == 1 else None
         if len(ids) > 1:
             raise BadInput(
                 what="checkpoint id",
@@ -119,16 +119,16 @@ class Catalogue:
         if any(text is not None and clean_name(text) != text for text in (model_name, label)):
             return []  # no row can have such a name
         return self.database.query(
-            lambda db: queries.list_checkpoints(db, status=status, model_name=model_name, label=label, at_most=at_most)
+            lambda db: rows.list_checkpoints(db, status=status, model_name=model_name, label=label, at_most=at_most)
         )
 
     def clock_us(self) -> int:
         """The database's clock, by which all times of rows are told: microseconds since 1970."""
-        return self.database.query(queries.clock_us)
+        return self.database.query(rows.clock_us)
 
     def models(self) -> tuple[RegisteredModel, ...]:
         """The models that were ever saved for."""
-        return tuple(self.database.query(queries.models))
+        return tuple(self.database.query(rows.models))
 
     def stats(self) -> Stats:
         """Totals, recounted from the rows."""
@@ -153,7 +153,7 @@ class Catalogue:
     def _set_pinned(self, checkpoint_id: str, pinned: bool) -> Checkpoint:
         row = self.get(checkpoint_id)
         with self.database.write() as db:
-            queries.set_pinned(db, row.id, pinned)
+            marks.set_pinned(db, row.id, pinned)
         return self.get(row.id)
 
     def remove(self, checkpoint_id: str) -> Checkpoint:
@@ -164,16 +164,16 @@ class Catalogue:
         """
         row = self.get(checkpoint_id)
         with self.database.write() as db:
-            now = queries.get(db, row.id)
+            now = rows.get(db, row.id)
             if now is not None and now.pinned:
                 raise BadInput(what="checkpoint", value=row.id, reason="it is pinned; unpin it first")
-            if queries.has_active_child(db, row):
+            if rows.has_active_child(db, row):
                 raise BadInput(
                     what="checkpoint",
                     value=row.id,
                     reason="a delta needs it: remove that first, or make it whole with: llama-ckpt flatten ID",
                 )
-            queries.mark_stale(db, row, StaleReason.REMOVED)
+            marks.mark_stale(db, row, StaleReason.REMOVED)
         return self.get(row.id)
 
     def parent_of(self, row: Checkpoint) -> Checkpoint:
@@ -183,7 +183,7 @@ class Catalogue:
             NotFound: it is no delta, or both are gone.
         """
         with self.database.read() as db:
-            parent = None if row.parent_no is None else queries.by_number(db, row.parent_no)
+            parent = None if row.parent_no is None else rows.by_number(db, row.parent_no)
         if parent is None:
             raise NotFound(what="parent of checkpoint", name=row.id, hint="It is whole, or was collected meanwhile.")
         return parent
@@ -228,7 +228,7 @@ class Catalogue:
         digest, n_marked = fingerprint if isinstance(fingerprint, bytes) else fingerprint.digest, 0
         while True:
             with self.database.write() as db:
-                rows = queries.active_of_model(db, digest, _MARKED_AT_ONCE)
-                n_marked += len(queries.mark_all_stale(db, rows, StaleReason.INCOMPATIBLE))
+                rows = marks.active_of_model(db, digest, _MARKED_AT_ONCE)
+                n_marked += len(marks.mark_all_stale(db, rows, StaleReason.INCOMPATIBLE))
             if not rows:
                 return n_marked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from llama_ckpt.db import prefixes, queries
+from llama_ckpt.db import marks, prefixes, rows
 from llama_ckpt.db.connect import Database
 from llama_ckpt.errors import CorruptFile, EngineFailed, FileMissing, LlamaCkptError, UnsafePath
 from llama_ckpt.metrics import MetricsSink, NullSink
@@ -54,7 +54,7 @@ class Parts:
         """
         if row.parent_no is None:
             return [row]
-        return [*self.database.query(lambda db: queries.ancestors(db, row)), row]
+        return [*self.database.query(lambda db: rows.ancestors(db, row)), row]
 
     def condemn(self, row: Checkpoint, error: LlamaCkptError) -> None:
         """Makes a row STALE if what went wrong with it says that it may not be offered again.
@@ -72,7 +72,7 @@ class Parts:
             DatabaseUnavailable: the row cannot be written.
         """
         with self.database.write() as db:
-            marked = queries.mark_stale(db, row, reason)
+            marked = marks.mark_stale(db, row, reason)
         if marked:
             log.warning("checkpoint %s is now STALE (%s): %s", row.id, reason, why)
             self.metrics.count("marked_stale")

@@ -21,7 +21,7 @@ from llama_ckpt.checkpoints.register import SaveOptions
 from llama_ckpt.checkpoints.restore import RestoreOptions
 from llama_ckpt.config import Setting
 from llama_ckpt.context import DEFAULT_DELTA_DEPTH, DEFAULT_MIN_TOKENS, Parts
-from llama_ckpt.db import migrate, prefixes, queries
+from llama_ckpt.db import migrate, prefixes, rows
 from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.engine import Engine, Progress, no_progress
 from llama_ckpt.errors import BadInput
@@ -93,7 +93,7 @@ class Registry(Catalogue):
         try:
             migrate.prepare(database, upgrade_older=database.dialect == "sqlite" if upgrade is None else upgrade)
             with database.read() as db:
-                registry_id = queries.registry_id(db)
+                registry_id = rows.registry_id(db)
                 block_size = prefixes.block_size(db)
             files.require_owner(registry_id, unmarked=True)
         except BaseException:

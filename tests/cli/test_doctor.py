@@ -11,7 +11,7 @@ from llama_ckpt.doctor import probe as store_probe
 from llama_ckpt.doctor import store as doctor_store
 from llama_ckpt.doctor.diagnosis import fail, ok, warn
 from llama_ckpt.errors import DoctorFailed
-from llama_ckpt.store.store import MARKER
+from llama_ckpt.store.marker import MARKER
 
 
 @pytest.fixture

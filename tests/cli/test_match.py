@@ -7,7 +7,7 @@ import sys
 import pytest
 from support.sample_engine import TokenEngine
 
-from llama_ckpt.db import queries
+from llama_ckpt.db import rows
 from llama_ckpt.errors import BadInput, DatabaseUnavailable
 from llama_ckpt.registry import Registry
 from llama_ckpt_cli import inputs
@@ -172,7 +172,7 @@ def test_a_database_that_fails_in_the_middle_is_no_miss(run, populated, monkeypa
     def lost(*_):
         raise DatabaseUnavailable(url="sqlite:///x", reason="the connection was lost")
 
-    monkeypatch.setattr(queries, "find_by_input", lost)
+    monkeypatch.setattr(rows, "find_by_input", lost)
     failed = run("match", "--text", "two", "--json")
     failed.failed(DatabaseUnavailable, "the connection was lost")
     assert (failed.json()["outcome"], failed.json()["checkpoint"]) == ("failed", None)

@@ -8,7 +8,8 @@ import pytest
 
 from llama_ckpt.errors import BadInput, Busy, EvidenceRefused, StoreUnavailable, VerifyFailed
 from llama_ckpt.registry import Registry
-from llama_ckpt.store.store import MARKER, Store, path_of
+from llama_ckpt.store.marker import MARKER
+from llama_ckpt.store.store import Store, path_of
 
 DAY = 24 * 3600
 

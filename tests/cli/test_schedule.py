@@ -24,7 +24,7 @@ from llama_ckpt.db.connect import Database
 from llama_ckpt.errors import BadInput, EvidenceRefused, LlamaCkptError, StoreUnavailable, Unsupported
 from llama_ckpt.gc_values import Sweep
 from llama_ckpt.registry import Registry
-from llama_ckpt.store.store import MARKER
+from llama_ckpt.store.marker import MARKER
 
 KINDS = ["systemd", "cron", "launchd", "windows"]
 PATIENCE_S = 60

@@ -271,18 +271,18 @@ def test_a_state_that_cannot_be_translated_is_no_match_and_leaves_engine_and_row
 
 def test_the_rotation_is_told_where_there_is_no_doubt(load, monkeypatch):
     assert load(**Q8).rotation == (64, 64), "heads of 64 leave one size"
-    from llama_ckpt.engine import llamacpp
+    from llama_ckpt.engine import identity
 
     engine = load(**Q8)
     probe = kv_state.parse(memoryview(samples.read(samples.Q8_FLASH)[1]))
     metadata = {**engine.llama.metadata, "llama.attention.key_length": "128"}
     monkeypatch.setattr(engine.llama, "metadata", metadata)
-    assert llamacpp._rotation(engine.llama, probe, rotates=True) is None, "64 or 128"
-    assert llamacpp._rotation(engine.llama, probe, rotates=False) == (0, 0)
+    assert identity.rotation_of(engine.llama, probe, rotates=True) is None, "64 or 128"
+    assert identity.rotation_of(engine.llama, probe, rotates=False) == (0, 0)
     metadata["llama.attention.key_length"] = "80"
-    assert llamacpp._rotation(engine.llama, probe, rotates=True) == (0, 64), "no matrix divides 80"
+    assert identity.rotation_of(engine.llama, probe, rotates=True) == (0, 64), "no matrix divides 80"
     told = kv_state.parse(memoryview(samples.read(samples.V4_ROTATED)[1]))
-    assert llamacpp._rotation(engine.llama, told, rotates=True) == (64, 64)
+    assert identity.rotation_of(engine.llama, told, rotates=True) == (64, 64)
 
 
 # -- layers ----------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from support.whole import checkpoint_bytes
 
 from llama_ckpt.collector.collector import Collector
 from llama_ckpt.collector.purge import Purge, Purger
-from llama_ckpt.db import collecting, queries
+from llama_ckpt.db import collecting, marks
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import DatabaseUnavailable, LlamaCkptError
@@ -228,17 +228,17 @@ def test_an_invalidation_that_another_overtakes_goes_on_to_the_end(registry, eng
         registry.save(engine, f"input {number}")
     other = Database(registry.database.url.render_as_string(hide_password=False))
     monkeypatch.setattr("llama_ckpt.catalogue._MARKED_AT_ONCE", 2)
-    real, overtaken = queries.active_of_model, []
+    real, overtaken = marks.active_of_model, []
 
     def overtake(db, *given):
         rows = real(db, *given)
         if not overtaken:
             overtaken.append(rows)
             with other.write() as first:
-                queries.mark_all_stale(first, rows, StaleReason.REMOVED)
+                marks.mark_all_stale(first, rows, StaleReason.REMOVED)
         return rows
 
-    monkeypatch.setattr(queries, "active_of_model", overtake)
+    monkeypatch.setattr(marks, "active_of_model", overtake)
     assert registry.invalidate(engine.fingerprint) == 3
     assert {row.status for row in registry.list()} == {Status.STALE}
     other.close()

@@ -10,7 +10,7 @@ import sys
 from support import child
 
 from llama_ckpt.collector.collector import Collector
-from llama_ckpt.db import queries
+from llama_ckpt.db import rows
 from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Outcome, Status
@@ -95,8 +95,8 @@ def test_a_row_outlives_another_process_that_closes_the_database_after_a_second_
     """
     with Registry.open(store=tmp_path) as opened:
         with opened.database.read() as first, opened.database.read() as second:
-            assert queries.is_empty(first)
-            assert queries.is_empty(second)
+            assert rows.is_empty(first)
+            assert rows.is_empty(second)
         file = opened.database.url.database
         closing = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('SELECT 1 FROM gc_run').fetchall(); c.close()"
         subprocess.run([sys.executable, "-c", closing, file], check=True)

@@ -177,7 +177,7 @@ def test_a_row_that_cannot_be_written_takes_its_file_along(registry, engine, mon
         raise sa.exc.OperationalError("INSERT", {}, Exception("disk I/O error"))
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.db.queries.insert_checkpoint", refuse)
+        patch.setattr("llama_ckpt.db.rows.insert_checkpoint", refuse)
         with pytest.raises(DatabaseUnavailable):
             registry.save(engine, "one")
     assert (registry.list(), files_in(registry)) == ([], [])
@@ -288,7 +288,7 @@ def test_a_save_that_loses_every_race_gives_up_without_leaving_a_file(registry, 
         raise Conflict(what="UNIQUE constraint failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama_ckpt.db.queries.insert_checkpoint", conflict)
+        patch.setattr("llama_ckpt.db.rows.insert_checkpoint", conflict)
         with pytest.raises(Conflict):
             registry.save(engine, "one")
     assert files_in(registry) == []
@@ -309,12 +309,12 @@ def test_a_saver_that_comes_second_takes_the_firsts_row_and_removes_its_own_file
 
 
 def test_a_checkpoint_that_goes_stale_between_match_and_lease_is_no_match(registry, engine, saved, monkeypatch):
-    from llama_ckpt.db import leases, queries
+    from llama_ckpt.db import leases, marks
 
     real = leases.lease
 
     def too_late(db, row):
-        queries.mark_stale(db, row, StaleReason.REMOVED)
+        marks.mark_stale(db, row, StaleReason.REMOVED)
         return real(db, row)
 
     monkeypatch.setattr("llama_ckpt.db.leases.lease", too_late)

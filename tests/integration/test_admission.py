@@ -13,7 +13,7 @@ from support.sample_engine import SampleEngine
 from support.whole import checkpoint_bytes
 
 from llama_ckpt.collector.collector import Collector
-from llama_ckpt.db import collecting, coordination, queries
+from llama_ckpt.db import collecting, coordination, marks, rows
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import save_claim
@@ -108,7 +108,7 @@ def plant_delta(registry, engine, parent, number=7, **values):
     """A row of a delta; no file is needed for what is asked here."""
     checkpoint_id = f"{number:032x}"
     with registry.database.write() as db:
-        new = queries.NewCheckpoint(
+        new = rows.NewCheckpoint(
             id=checkpoint_id,
             model_name="sample",
             fingerprint=engine.fingerprint.digest,
@@ -125,7 +125,7 @@ def plant_delta(registry, engine, parent, number=7, **values):
             start_token=3,
             parent_no=parent.ckpt_no,
         )
-        row = queries.insert_checkpoint(db, new)
+        row = rows.insert_checkpoint(db, new)
         if values:
             db.execute(sa.update(meta).where(meta.c.id == row.id).values(**values))
     return row
@@ -340,7 +340,7 @@ def test_below_the_floor_a_newcomer_that_is_worth_less_is_refused(registry, limi
 def test_what_others_have_reserved_is_not_taken_for_free_space(registry, limited, engine, saved, small_disk):
     with registry.database.write() as db:
         coordination.take_claim(db, b"k" * 32, "another", room(2), 60)
-        queries.set_pinned(db, saved.id, True)
+        marks.set_pinned(db, saved.id, True)
     refused(limited(min_free=1).save(engine, "newcomer"))
     with registry.database.write() as db:
         coordination.drop_claim(db, b"k" * 32, "another")
@@ -443,7 +443,7 @@ def test_a_save_whose_row_is_refused_gives_its_claim_back(registry, limited, eng
         raise sa.exc.OperationalError("INSERT", {}, Exception("disk I/O error"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(queries, "insert_checkpoint", refuse)
+        patch.setattr(rows, "insert_checkpoint", refuse)
         with pytest.raises(DatabaseUnavailable):
             limited(max_bytes=room(1)).save(engine, "newcomer")
     nothing_changed(registry, [], [])

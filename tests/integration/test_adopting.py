@@ -35,7 +35,8 @@ from llama_ckpt.formats.kv.layout import Dialect
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Policy
 from llama_ckpt.store import disk
-from llama_ckpt.store.store import MARKER, Store, path_of
+from llama_ckpt.store.marker import MARKER
+from llama_ckpt.store.store import Store, path_of
 from llama_ckpt.values import MemoryKind, Outcome, StaleReason, Status
 
 TEXT = "found without a row"  # of checkpoint_bytes

@@ -13,7 +13,7 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from llama_ckpt.db import migrate, queries
+from llama_ckpt.db import marks, migrate, rows
 from llama_ckpt.db.connect import Database, hide_password, sqlite_url
 from llama_ckpt.db.tables import VERSION_TABLE, metadata
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
@@ -159,7 +159,7 @@ def test_names_suit_every_database():
 def test_a_failed_transaction_keeps_nothing(registry, engine, saved):
     def pin_and_fail():
         with registry.database.write() as db:
-            queries.set_pinned(db, saved.id, True)
+            marks.set_pinned(db, saved.id, True)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -171,7 +171,7 @@ def test_the_clock_is_the_databases_in_microseconds(registry):
     import time
 
     with registry.database.read() as db:
-        assert abs(queries.clock_us(db) - time.time() * 1e6) < 5e6
+        assert abs(rows.clock_us(db) - time.time() * 1e6) < 5e6
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from support.sample_engine import TokenEngine
 
 from llama_ckpt.collector.collector import Collector
 from llama_ckpt.collector.purge import Purge, Purger
-from llama_ckpt.db import queries
+from llama_ckpt.db import rows
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_info
@@ -167,9 +167,9 @@ def test_a_row_without_a_file_is_verified_pruned_collected_and_brought_back(bloc
 
 def test_a_conversation_of_many_turns_restores_at_each_and_no_chain_is_longer_than_eight(blocks_of_four, engine, save):
     turns = [[*STORY, *range(1000, 1000 + 2 * n)] for n in range(12)]
-    rows = [save(turn).checkpoint for turn in turns]
+    saved = [save(turn).checkpoint for turn in turns]
     with blocks_of_four.database.read() as db:
-        depths = [len(queries.ancestors(db, row)) for row in rows]
+        depths = [len(rows.ancestors(db, row)) for row in saved]
     assert depths == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]
     assert all(restored(blocks_of_four, engine, turn).outcome is Outcome.HIT for turn in turns)
 

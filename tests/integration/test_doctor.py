@@ -26,7 +26,8 @@ from llama_ckpt.doctor import store as doctor_store
 from llama_ckpt.errors import BadInput, StoreUnavailable
 from llama_ckpt.registry import DATABASE_FILE, Registry
 from llama_ckpt.store import writers as owners
-from llama_ckpt.store.store import MARKER, Store
+from llama_ckpt.store.marker import MARKER
+from llama_ckpt.store.store import Store
 
 OK, WARN, FAIL = Level.OK, Level.WARN, Level.FAIL
 HOUR_S = 3600

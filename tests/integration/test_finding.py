@@ -14,7 +14,7 @@ from support.sample_engine import TokenEngine
 from llama_ckpt.checkpoints import search as finding
 from llama_ckpt.checkpoints.search import Question
 from llama_ckpt.collector.collector import Collector
-from llama_ckpt.db import prefixes, queries
+from llama_ckpt.db import marks, prefixes, rows
 from llama_ckpt.db.tables import checkpoint_prefix, registry_info
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import BadInput, DatabaseUnavailable, StoreUnavailable
@@ -23,7 +23,7 @@ from llama_ckpt.formats import container
 from llama_ckpt.integrity.mend import Mender
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Policy
-from llama_ckpt.store.store import MARKER
+from llama_ckpt.store.marker import MARKER
 from llama_ckpt.values import Divergence, MemoryKind, Outcome, StaleReason, Status
 
 BLOCK = 4
@@ -313,7 +313,7 @@ def test_a_row_that_the_database_does_not_let_go_stale_is_passed_over(registry, 
         raise DatabaseUnavailable(url="x", reason="read-only")
 
     with monkeypatch.context() as patch:
-        patch.setattr(queries, "mark_stale", refused)
+        patch.setattr(marks, "mark_stale", refused)
         assert find(*run(11, 99)) == (shorter.id, 6)
     assert registry.get(longer.id).status is Status.ACTIVE
     registry.report_bad(longer.id)
@@ -325,7 +325,7 @@ def test_a_database_that_fails_is_a_failure_and_no_miss(registry, engine, save, 
     def lost(*_):
         raise DatabaseUnavailable(url="x", reason="the connection was lost")
 
-    monkeypatch.setattr(queries, "find_active", lost)
+    monkeypatch.setattr(rows, "find_active", lost)
     result = registry.match(run(6, 99), fingerprint=engine.fingerprint)
     assert (result.outcome, result.checkpoint) == (Outcome.FAILED, None)
     assert "the connection was lost" in result.reason
@@ -585,7 +585,7 @@ def test_no_statement_of_a_match_reads_all_active_rows(registry, engine, save, q
     with registry.database.read() as db:
         {
             "newest": lambda: prefixes.newest(db, row.fingerprint, 16),
-            "by input": lambda: queries.find_by_input(db, row.input_hash),
+            "by input": lambda: rows.find_by_input(db, row.input_hash),
             "sharing": lambda: prefixes.sharing(db, bytes(16), 16),
             "ending": lambda: prefixes.ending_at(db, [bytes(16)], 16),
         }[question]()

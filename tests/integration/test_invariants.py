@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from llama_ckpt.collector.collector import Collector
-from llama_ckpt.db import coordination, prefixes, queries
+from llama_ckpt.db import coordination, prefixes, rows
 from llama_ckpt.db.tables import checkpoint_prefix, save_claim
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import BadInput, Conflict
@@ -60,7 +60,7 @@ def plant(registry, engine, saved):
         changes = {} if parent is None else {"parent_no": parent.ckpt_no, "start_token": 256 * covered}
         hashes = chain_hashes(*blocks)
         with registry.database.write() as db:
-            row = queries.insert_checkpoint(db, new_row(engine, number, **changes))
+            row = rows.insert_checkpoint(db, new_row(engine, number, **changes))
             links = [
                 PrefixLink(prefix_hash=h, n_tokens=256 * (i + 1), file_tokens=256 * len(blocks), ckpt_no=row.ckpt_no)
                 for i, h in enumerate(hashes)

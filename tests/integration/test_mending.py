@@ -12,7 +12,7 @@ from support.sample_engine import TokenEngine
 from support.whole import checkpoint_bytes
 
 from llama_ckpt.collector.collector import Collector
-from llama_ckpt.db import collecting, queries
+from llama_ckpt.db import collecting, marks
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import StoreUnavailable
 from llama_ckpt.formats import container
@@ -21,7 +21,8 @@ from llama_ckpt.integrity.mend import Mender
 from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Policy
-from llama_ckpt.store.store import MARKER, path_of
+from llama_ckpt.store.marker import MARKER
+from llama_ckpt.store.store import path_of
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
 
 
@@ -47,7 +48,7 @@ def set_row(registry, row, **values):
 
 def mark(registry, row, reason):
     with registry.database.write() as db:
-        assert queries.mark_stale(db, row, reason)
+        assert marks.mark_stale(db, row, reason)
     return registry.get(row.id)
 
 

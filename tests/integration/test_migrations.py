@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import sqlalchemy as sa
 
-from llama_ckpt.db import migrate, queries
+from llama_ckpt.db import migrate, rows
 from llama_ckpt.db.comparing import differences
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import VERSION_TABLE, metadata
@@ -189,7 +189,7 @@ def test_the_script_for_postgresql_makes_the_same_schema_as_the_program(postgres
         assert migrate.current(database) == migrate.HEAD
         assert names_in(database) == expected_names()
         with database.read() as db:
-            assert len(queries.registry_id(db)) == 32
+            assert len(rows.registry_id(db)) == 32
     finally:
         migrate.upgrade(database)
         database.close()

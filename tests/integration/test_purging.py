@@ -12,13 +12,14 @@ from support.whole import checkpoint_bytes
 
 from llama_ckpt.collector.collector import Collector
 from llama_ckpt.collector.purge import Purge, Purger
-from llama_ckpt.db import collecting, queries
+from llama_ckpt.db import collecting, rows
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_lease, save_claim
 from llama_ckpt.errors import BadInput, Busy, Conflict, StoreUnavailable
 from llama_ckpt.fingerprint import input_hash
 from llama_ckpt.integrity.mend import Mender
-from llama_ckpt.store.store import MARKER, path_of
+from llama_ckpt.store.marker import MARKER
+from llama_ckpt.store.store import path_of
 from llama_ckpt.values import NewCheckpoint, Outcome, SaveOutcome, Status
 
 GHOST_TEXT = "found without a row"
@@ -86,7 +87,7 @@ def plant_delta(registry, parent, number):
         parent_no=parent.ckpt_no,
     )
     with registry.database.write() as db:
-        row = queries.insert_checkpoint(db, new)
+        row = rows.insert_checkpoint(db, new)
     plant(registry, row.file_path, b"x" * 100)
     return row
 

@@ -11,7 +11,7 @@ from support import samples
 from support.sample_engine import NOTHING, SampleEngine, TokenEngine
 
 from llama_ckpt.collector.collector import Collector
-from llama_ckpt.db import queries
+from llama_ckpt.db import marks, rows
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import BadInput, EngineStateMismatch, EvidenceRefused, NotFound, StoreUnavailable
 from llama_ckpt.formats.kv.layout import Dialect
@@ -372,16 +372,16 @@ def test_invalidate_takes_rows_in_batches_and_deltas_before_what_they_stand_on(r
         engine.evaluate(list(range(n_tokens)))
         registry.save(engine, list(range(n_tokens)))
     monkeypatch.setattr("llama_ckpt.catalogue._MARKED_AT_ONCE", 2)
-    seen, real = [], queries.active_of_model
+    seen, real = [], marks.active_of_model
 
     def between(db, *given):
-        rows = {row.ckpt_no: row for row in queries.list_checkpoints(db)}
-        living = [row for row in rows.values() if row.status is Status.ACTIVE]
-        assert all(row.parent_no is None or rows[row.parent_no].status is Status.ACTIVE for row in living)
+        by_no = {row.ckpt_no: row for row in rows.list_checkpoints(db)}
+        living = [row for row in by_no.values() if row.status is Status.ACTIVE]
+        assert all(row.parent_no is None or by_no[row.parent_no].status is Status.ACTIVE for row in living)
         seen.append(len(living))
         return real(db, *given)
 
-    monkeypatch.setattr(queries, "active_of_model", between)
+    monkeypatch.setattr(marks, "active_of_model", between)
     assert registry.invalidate(engine.fingerprint) == 5
     assert seen == [5, 3, 1, 0]
 

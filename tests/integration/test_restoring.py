@@ -12,7 +12,7 @@ from support import samples
 from support.planted import replant
 from support.sample_engine import NOTHING, SampleEngine
 
-from llama_ckpt.db import leases, queries, usage
+from llama_ckpt.db import leases, rows, usage
 from llama_ckpt.db.tables import usage_day
 from llama_ckpt.errors import CorruptFile, EngineFailed, FileMissing, Incompatible, NotFound, StoreUnavailable
 from llama_ckpt.fingerprint import fingerprint
@@ -114,7 +114,7 @@ def test_a_restore_gives_back_its_own_lease_and_leaves_that_of_a_later_reader(re
     assert first < later
     with registry.database.write() as db:
         leases.release(db, saved, first)
-        assert queries.get(db, saved.id).lease_until_us == later
+        assert rows.get(db, saved.id).lease_until_us == later
         leases.release(db, saved, later)
     now = registry.get(saved.id)
     assert (now.lease_until_us, now.hit_count) == (None, 1), "without a hit none is counted"

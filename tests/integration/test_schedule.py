@@ -24,7 +24,7 @@ from llama_ckpt.errors import BadInput, DatabaseUnavailable, EvidenceRefused, St
 from llama_ckpt.gc_values import Sweep
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Policy
-from llama_ckpt.store.store import MARKER
+from llama_ckpt.store.marker import MARKER
 from llama_ckpt.values import Status
 
 PATIENCE_S = 20

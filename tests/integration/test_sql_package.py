@@ -12,7 +12,7 @@ from importlib.resources import files
 import pytest
 import sqlalchemy as sa
 
-from llama_ckpt.db import collecting, coordination, leases, migrate, prefixes, queries
+from llama_ckpt.db import collecting, coordination, leases, marks, migrate, prefixes, rows
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import checkpoint_prefix, gc_run, llama_model, metadata
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
@@ -168,7 +168,7 @@ def test_a_row_of_the_function_is_the_row_that_the_program_makes(database, value
             insert(db, row)
             return dict(db.execute(sa.select(meta).where(meta.c.id == row.id)).one()._mapping)
 
-    ours, theirs = made_by(queries.insert_checkpoint), made_by(save)
+    ours, theirs = made_by(rows.insert_checkpoint), made_by(save)
     for made in (ours, theirs):
         del made["ckpt_no"]  # the next number, as it comes
         created, used = made.pop("created_us"), made.pop("last_used_us")
@@ -306,9 +306,9 @@ def test_an_empty_text_is_none_as_on_oracle(database):
 def test_the_clock_is_the_programs(database):
     with database.read() as db:
         before, between, after = (
-            queries.clock_us(db),
+            rows.clock_us(db),
             db.exec_driver_sql("SELECT llama_now_us()").scalar_one(),
-            queries.clock_us(db),
+            rows.clock_us(db),
         )
     assert before <= between <= after
 
@@ -318,7 +318,7 @@ def test_the_clock_is_the_programs(database):
 
 def test_what_is_idle_aged_or_expired_goes_stale_with_its_links(database):
     with database.read() as db:
-        ago = queries.clock_us(db) - 2 * DAY_US
+        ago = rows.clock_us(db) - 2 * DAY_US
     fresh = plant(database, "fresh")
     idle = plant(database, "idle", last_used_us=ago)
     aged = plant(database, "aged", created_us=ago)
@@ -332,7 +332,7 @@ def test_what_is_idle_aged_or_expired_goes_stale_with_its_links(database):
     assert [state(database, n) for n in (fresh, aged)] == [KEPT, EVICTED]
     with database.read() as db:
         found = db.execute(sa.select(meta.c.stale_us).where(meta.c.ckpt_no == aged)).scalar_one()
-        assert 0 <= queries.clock_us(db) - found < 60_000_000
+        assert 0 <= rows.clock_us(db) - found < 60_000_000
 
 
 def test_what_is_pinned_leased_or_needed_by_a_living_delta_is_spared(database):
@@ -450,10 +450,10 @@ def test_the_writer_saves_and_marks_but_deletes_no_checkpoint(database):
         again = save(db, new("one"))
         link(db, again.p_ckpt_no)
         assert db.execute(sa.select(meta.c.status).where(meta.c.ckpt_no == old)).scalar_one() == "STALE"
-        queries.insert_checkpoint(db, new("two"))
-        row = queries.find_active(db, MODEL, new("two").input_hash)
+        rows.insert_checkpoint(db, new("two"))
+        row = rows.find_active(db, MODEL, new("two").input_hash)
         leases.release(db, row, leases.lease(db, row, 60), hit=True)
-        assert queries.mark_stale(db, row, StaleReason.REMOVED)
+        assert marks.mark_stale(db, row, StaleReason.REMOVED)
     for name in ("llama_checkpoint_meta", "llama_model", "registry_info", "gc_run"):
         assert denied(database, "llama_ckpt_writer", f"DELETE FROM {name}")
     assert denied(database, "llama_ckpt_writer", "UPDATE registry_lease SET fence = 1")
@@ -465,7 +465,7 @@ def test_the_collector_prunes_and_deletes_but_adds_no_checkpoint(database):
         act_as(db, "llama_ckpt_collector")
         fence = coordination.take_lease(db, "gc", "me", 60)
         run_no = coordination.start_run(db, "gc", "me")
-        row = queries.find_active(db, MODEL, new("one").input_hash)
+        row = rows.find_active(db, MODEL, new("one").input_hash)
         assert db.exec_driver_sql("SELECT llama_mark_stale(-1)").scalar_one() == 1
         assert collecting.delete_untouched(db, [SeenRow.of(row)]) == {row.ckpt_no}
         coordination.end_run(db, run_no, n_items=1, n_failed=0, freed_bytes=1)

@@ -25,7 +25,7 @@ from support.recording_oracle import COMMIT, ROLLBACK, RecordingOracle, Statemen
 
 from llama_ckpt.collector.collector import Collector
 from llama_ckpt.collector.purge import Purge, Purger
-from llama_ckpt.db import collecting, coordination, leases, migrate, prefixes, queries, schedules, usage
+from llama_ckpt.db import collecting, coordination, leases, marks, migrate, prefixes, rows, schedules, usage
 from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.db.tables import checkpoint_prefix, gc_run, llama_model, registry_lease, save_claim
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
@@ -49,7 +49,7 @@ from llama_ckpt.values import (
 
 URL = "oracle+oracledb://someone:secret@db.example/?service_name=FREEPDB1"
 VERSIONS = {"19c": "19.21.0.0.0", "23ai": "23.5.0.24.7"}
-LAYER = (queries, collecting, coordination, leases, prefixes, schedules, usage)
+LAYER = (marks, rows, collecting, coordination, leases, prefixes, schedules, usage)
 DRIVEN: dict[str, set[str]] = {version: set() for version in VERSIONS}
 
 
@@ -155,7 +155,7 @@ def delta_of(registry, parent: Checkpoint, text: str) -> Checkpoint:
         parent_no=parent.ckpt_no,
     )
     with registry.database.write() as db:
-        return queries.insert_checkpoint(db, new)
+        return rows.insert_checkpoint(db, new)
 
 
 # -- opening ------------------------------------------------------------------------------------------------------------
@@ -286,10 +286,10 @@ def test_a_miss_names_the_nearest_model(registry, engine, saved):
 def test_models_and_rows_are_found_by_each_of_their_keys(registry, engine, saved):
     digest = engine.fingerprint.digest
     with registry.database.read() as db:
-        assert len(queries.models(db, digest)) == len(queries.models(db)) == 1
-        assert queries.models(db, bytes(32)) == []
-        assert queries.find_by_input(db, saved.input_hash) == [saved]
-        assert queries.find_by_input(db, digest) == []
+        assert len(rows.models(db, digest)) == len(rows.models(db)) == 1
+        assert rows.models(db, bytes(32)) == []
+        assert rows.find_by_input(db, saved.input_hash) == [saved]
+        assert rows.find_by_input(db, digest) == []
 
 
 def test_a_restore_leases_the_row_counts_the_hit_and_gives_the_lease_back(registry, engine, saved):
@@ -403,7 +403,7 @@ def test_totals_are_recounted_from_the_rows(registry, engine):
     assert (stats.n_active, stats.n_stale, stats.active_bytes) == (1, 1, one.file_size)
     assert (stats.hit_count, stats.spared_ms) == (1, 7)
     with registry.database.read() as db:
-        assert not queries.is_empty(db)
+        assert not rows.is_empty(db)
 
 
 def test_thousands_of_rows_are_read_and_marked_in_pieces_that_oracle_takes(registry, engine, saved, oracle):
@@ -425,7 +425,7 @@ def test_thousands_of_rows_are_read_and_marked_in_pieces_that_oracle_takes(regis
         db.execute(sa.insert(meta), deltas[1:])
     with registry.database.read() as db:
         assert len(collecting.known_paths(db, [d["file_path"] for d in deltas] + ["none"])) == 1200
-        assert sum(1 for _ in queries.scan(db)) == 1201
+        assert sum(1 for _ in rows.scan(db)) == 1201
     assert registry.report_bad(saved.id).status is Status.STALE
     assert registry.list(status=Status.ACTIVE) == []
     os.unlink(registry.store.root / saved.file_path)
@@ -628,7 +628,7 @@ def test_a_match_by_prefix_and_a_later_link_speak_oracles_sql(registry, engine, 
     assert (found.outcome, found.n_matching) == (Outcome.HIT, len(engine.ids))
     with registry.database.write() as db:
         db.execute(sa.delete(checkpoint_prefix))
-        assert queries.by_number(db, saved.ckpt_no) == queries.by_path(db, saved.file_path) == saved
+        assert rows.by_number(db, saved.ckpt_no) == rows.by_path(db, saved.file_path) == saved
     assert Mender(registry.parts).link() == 1
     assert registry.match(asked, fingerprint=engine.fingerprint).n_matching == len(engine.ids)
 
@@ -691,9 +691,9 @@ def test_a_parent_stays_while_a_delta_needs_it_and_takes_its_deltas_along(regist
     with pytest.raises(BadInput, match="a delta needs it"):
         registry.remove(saved.id)
     with registry.database.write() as db:
-        assert queries.has_active_child(db, saved)
-        assert collecting.mark_untouched(db, {SeenRow.of(queries.get(db, saved.id)): StaleReason.EVICTED}) == set()
-        leaf = SeenRow.of(queries.get(db, grandchild.id))
+        assert rows.has_active_child(db, saved)
+        assert collecting.mark_untouched(db, {SeenRow.of(rows.get(db, saved.id)): StaleReason.EVICTED}) == set()
+        leaf = SeenRow.of(rows.get(db, grandchild.id))
         assert collecting.mark_untouched(db, {leaf: StaleReason.EVICTED}) == {grandchild.ckpt_no}
     registry.report_bad(saved.id)
     assert [registry.get(r.id).stale_reason for r in (saved, child, grandchild)] == [
@@ -706,7 +706,7 @@ def test_a_parent_stays_while_a_delta_needs_it_and_takes_its_deltas_along(regist
 
 def test_the_clock_is_a_whole_number_of_microseconds(registry):
     with registry.database.read() as db:
-        now = queries.clock_us(db)
+        now = rows.clock_us(db)
     assert type(now) is int
     assert now > 1_700_000_000_000_000
 
@@ -883,7 +883,7 @@ def test_what_another_connection_has_not_committed_is_not_seen(registry):
 def test_a_planned_answer_goes_before_the_rows(registry, oracle):
     oracle.answer(r"SELECT llama_checkpoint_meta.ckpt_no\s+FROM", ["CKPT_NO"], [(41,)])
     with registry.database.read() as db:
-        assert not queries.is_empty(db)
+        assert not rows.is_empty(db)
 
 
 def test_the_statements_were_parsed_and_not_only_recorded():

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from llama_ckpt.context import Parts
-from llama_ckpt.db import collecting, coordination, queries
+from llama_ckpt.db import collecting, coordination, rows
 from llama_ckpt.errors import Conflict, DatabaseUnavailable, StoreFull, StoreUnavailable, UnsafePath
 from llama_ckpt.gc_values import Candidate, Disk, SeenRow
 from llama_ckpt.retention import policy as retention
@@ -128,7 +128,7 @@ def _make_room(parts: Parts, new: NewCheckpoint, lacking: int, passed_over: set[
     if stale:
         return _free(parts, _enough(stale, lacking), passed_over)
     with parts.database.read() as db:
-        now_us = queries.clock_us(db)
+        now_us = rows.clock_us(db)
         others = collecting.least_recently_used(db, _LOOKED_AT)
     staying = passed_over | _last_of_their_groups(parts, others)
     others = [c for c in others if c.ckpt_no not in staying]

@@ -14,7 +14,7 @@ from llama_ckpt.checkpoints import search as finding
 from llama_ckpt.checkpoints.read import Asked, Reading, cells_of
 from llama_ckpt.checkpoints.search import Question
 from llama_ckpt.context import Parts
-from llama_ckpt.db import queries
+from llama_ckpt.db import rows
 from llama_ckpt.engine import HeldState
 from llama_ckpt.errors import (
     CorruptFile,
@@ -103,7 +103,7 @@ def _extended(parts: Parts, row: Checkpoint, n_tokens: int) -> int | None:
         if row.n_tokens <= n_tokens and row.status is Status.ACTIVE:
             return row.ckpt_no
         number = row.extends_no
-        shorter = None if number is None else parts.database.query(partial(queries.by_number, ckpt_no=number))
+        shorter = None if number is None else parts.database.query(partial(rows.by_number, ckpt_no=number))
         if shorter is None:
             return None
         row = shorter

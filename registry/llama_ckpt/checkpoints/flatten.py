@@ -12,7 +12,7 @@ from llama_ckpt.checkpoints import budget as admission
 from llama_ckpt.checkpoints.read import Cells, stored_cells
 from llama_ckpt.checkpoints.register import SaveOptions, row_of
 from llama_ckpt.context import Parts
-from llama_ckpt.db import prefixes, queries
+from llama_ckpt.db import marks, prefixes, rows
 from llama_ckpt.errors import (
     CommitUnanswered,
     Conflict,
@@ -58,7 +58,7 @@ def flatten(parts: Parts, row: Checkpoint) -> None:
 def _path_now(parts: Parts, row: Checkpoint) -> str | None:
     """The file that a row names; None where the database cannot say."""
     with contextlib.suppress(DatabaseUnavailable):  # the caller tells the failure that led here
-        now = parts.database.query(lambda db: queries.by_number(db, row.ckpt_no))
+        now = parts.database.query(lambda db: rows.by_number(db, row.ckpt_no))
         return None if now is None else now.file_path
     return None
 
@@ -86,7 +86,7 @@ def _name(parts: Parts, row: Checkpoint, new: NewCheckpoint, token_ids: TokenIds
     links = links_of(replace(row, start_token=0), token_ids, parts.block_size)
     parts.store.touch(new.file_path)
     with parts.database.write() as db:
-        if not queries.make_whole(db, row, new):
+        if not marks.make_whole(db, row, new):
             raise Conflict(what=f"checkpoint {row.id} went STALE or was flattened meanwhile")
         prefixes.link(db, [link for link in links if link not in there])
         parts.hook("named")

@@ -14,7 +14,7 @@ from llama_ckpt import formats
 from llama_ckpt.checkpoints.register import SaveOptions, clean_name, row_of
 from llama_ckpt.checkpoints.search import token_ids_of
 from llama_ckpt.context import Parts
-from llama_ckpt.db import queries
+from llama_ckpt.db import rows
 from llama_ckpt.errors import CorruptFile, NotFound
 from llama_ckpt.fingerprint import TokenIds, tokens_hash
 from llama_ckpt.values import Checkpoint, MemoryKind, NewCheckpoint, RegisteredModel, Status
@@ -119,14 +119,14 @@ def free_id(parts: Parts, file: formats.CheckpointFile, name: str) -> str | None
     None where it has none, or a row has it.
     """
     found = _id_in(file, "checkpoint") or name
-    if not _ID.fullmatch(found) or parts.database.query(lambda db: queries.get(db, found)) is not None:
+    if not _ID.fullmatch(found) or parts.database.query(lambda db: rows.get(db, found)) is not None:
         return None
     return found
 
 
 def active(parts: Parts, checkpoint_id: str) -> Checkpoint | None:
     """The ACTIVE row of an id."""
-    row = parts.database.query(lambda db: queries.get(db, checkpoint_id))
+    row = parts.database.query(lambda db: rows.get(db, checkpoint_id))
     return row if row is not None and row.status is Status.ACTIVE else None
 
 

@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 
 from llama_ckpt.context import Parts
-from llama_ckpt.db import collecting, prefixes, queries
+from llama_ckpt.db import collecting, marks, prefixes, rows
 from llama_ckpt.engine import HeldState
 from llama_ckpt.errors import (
     BadInput,
@@ -72,7 +72,7 @@ def claim_store(parts: Parts) -> None:
     Raises:
         StoreUnavailable: it bears no marker though rows name files in it, or another registry's.
     """
-    if parts.store.owner() is None and parts.database.query(queries.is_empty):
+    if parts.store.owner() is None and parts.database.query(rows.is_empty):
         parts.store.claim(parts.registry_id)
     parts.require_store()
 
@@ -84,7 +84,7 @@ def usable(parts: Parts, digest: bytes, of_input: bytes) -> Checkpoint | None:
     Raises:
         StoreUnavailable, DatabaseUnavailable: they cannot say.
     """
-    row = parts.database.query(lambda db: queries.find_active(db, digest, of_input))
+    row = parts.database.query(lambda db: rows.find_active(db, digest, of_input))
     return row if row is not None and _is_whole(parts, row) else None
 
 
@@ -99,13 +99,13 @@ def usable_or_renewed(
     """
     if (row := usable(parts, digest, of_input)) is not None:
         return row
-    row = parts.database.query(lambda db: queries.find_expired(db, digest, of_input))
+    row = parts.database.query(lambda db: rows.find_expired(db, digest, of_input))
     if row is None or not _is_whole(parts, row):
         return None
     with parts.database.write() as db:
-        if not queries.renew(db, row, expires_in_s):
+        if not marks.renew(db, row, expires_in_s):
             return None
-        return queries.get(db, row.id)
+        return rows.get(db, row.id)
 
 
 def _is_whole(parts: Parts, row: Checkpoint) -> bool:
@@ -209,9 +209,9 @@ def _insert(
     if new.file_size:
         parts.store.touch(new.file_path)
     with parts.database.write() as db:
-        queries.make_way(db, new.fingerprint, new.input_hash, new.parent_no, old)
-        queries.put_model(db, model)
-        row = queries.insert_checkpoint(db, new)
+        marks.make_way(db, new.fingerprint, new.input_hash, new.parent_no, old)
+        rows.put_model(db, model)
+        row = rows.insert_checkpoint(db, new)
         prefixes.link(db, links_of(row, token_ids, parts.block_size))
         parts.hook("inserted")
         if new.file_size and parts.store.size(new.file_path) != new.file_size:
@@ -224,7 +224,7 @@ def _ask_again(parts: Parts, new: NewCheckpoint) -> Checkpoint | None:
     """Whether the row is there after all. If not, it may still come; the file stays, and gc collects it if no row names it."""
     row = None
     with contextlib.suppress(DatabaseUnavailable):  # the caller tells the failure that led here
-        row = parts.database.query(lambda db: queries.get(db, new.id))
+        row = parts.database.query(lambda db: rows.get(db, new.id))
     if row is None:
         log.warning("the database gave no answer; %s may be left for gc to collect", new.file_path)
     return row
@@ -233,7 +233,7 @@ def _ask_again(parts: Parts, new: NewCheckpoint) -> Checkpoint | None:
 def _is_registered(parts: Parts, new: NewCheckpoint) -> bool:
     """Whether a row names the file, as far as the database says."""
     with contextlib.suppress(DatabaseUnavailable):  # the caller tells the failure that led here
-        return parts.database.query(lambda db: queries.get(db, new.id)) is not None
+        return parts.database.query(lambda db: rows.get(db, new.id)) is not None
     return False
 
 
@@ -254,9 +254,9 @@ def register_orphan(parts: Parts, model: RegisteredModel, new: NewCheckpoint, to
     """
     parts.store.touch(new.file_path)  # gc takes it for fresh until the row is there
     with parts.database.write() as db:
-        queries.make_way(db, new.fingerprint, new.input_hash, new.parent_no)
-        queries.put_model(db, model)
-        row = queries.insert_checkpoint(db, new)
+        marks.make_way(db, new.fingerprint, new.input_hash, new.parent_no)
+        rows.put_model(db, model)
+        row = rows.insert_checkpoint(db, new)
         prefixes.link(db, links_of(row, token_ids, parts.block_size))
         collecting.forget_ghosts(db, [new.file_path])
         parts.store.modified_ns(new.file_path)  # gc may have taken it before the touch

@@ -17,7 +17,7 @@ import numpy as np
 from llama_ckpt.checkpoints import match as matching
 from llama_ckpt.checkpoints.match import Head
 from llama_ckpt.context import Parts
-from llama_ckpt.db import prefixes, queries
+from llama_ckpt.db import prefixes, rows
 from llama_ckpt.db.connect import Connection
 from llama_ckpt.engine import Vocabulary
 from llama_ckpt.errors import (
@@ -94,12 +94,12 @@ def match(parts: Parts, question: Question) -> MatchResult:
 def _match(parts: Parts, question: Question) -> MatchResult:
     known, of_input, wanted = question.known_ids(), question.of_input, question.fingerprint
     models: dict[bytes, RegisteredModel] = {}
-    rows: list[Checkpoint] = []
+    found_rows: list[Checkpoint] = []
     if wanted is None:
-        rows, models = _of_this_input(parts, question)
-        mine = [r for r in rows if question.fits(models[r.fingerprint], r.model_name)]
+        found_rows, models = _of_this_input(parts, question)
+        mine = [r for r in found_rows if question.fits(models[r.fingerprint], r.model_name)]
     else:
-        row = parts.database.query(lambda db: queries.find_active(db, wanted.digest, of_input))
+        row = parts.database.query(lambda db: rows.find_active(db, wanted.digest, of_input))
         mine = [] if row is None else [row]
     if usable := [row for row in mine if matching.why_not_whole(row, known) is None]:
         return matching.decide(of_input, usable, [], wanted)
@@ -115,19 +115,19 @@ def _match(parts: Parts, question: Question) -> MatchResult:
         reason = matching.why_not_whole(mine[0], None) or ""
         return MatchResult(outcome=Outcome.NO_MATCH, reason=reason, input_hash=of_input, nearest=mine[0])
     if wanted is not None:
-        rows, models = _of_this_input(parts, question)
-    others = [(r, models[r.fingerprint]) for r in rows if not question.fits(models[r.fingerprint], r.model_name)]
+        found_rows, models = _of_this_input(parts, question)
+    others = [(r, models[r.fingerprint]) for r in found_rows if not question.fits(models[r.fingerprint], r.model_name)]
     return found if found is not None and not others else matching.decide(of_input, [], others, wanted)
 
 
 def _of_this_input(parts: Parts, question: Question) -> tuple[list[Checkpoint], dict[bytes, RegisteredModel]]:
     """The rows of this input hash under any fingerprint, and all models by their fingerprints."""
-    rows = parts.database.query(lambda db: queries.find_by_input(db, question.of_input))
-    if not rows and question.fingerprint is not None:
+    found_rows = parts.database.query(lambda db: rows.find_by_input(db, question.of_input))
+    if not found_rows and question.fingerprint is not None:
         return [], {}
     # Models after rows: a row's model is there before the row is.
-    models = {m.fingerprint.digest: m for m in parts.database.query(queries.models)}
-    return [row for row in rows if row.fingerprint in models], models
+    models = {m.fingerprint.digest: m for m in parts.database.query(rows.models)}
+    return [row for row in found_rows if row.fingerprint in models], models
 
 
 def _by_prefix(parts: Parts, question: Question, token_ids: TokenIds, digests: Sequence[bytes]) -> MatchResult:
@@ -270,7 +270,7 @@ def token_ids_of(
         raise
     if start and row.parent_no is not None:
         parent_no = row.parent_no
-        parent = parts.database.query(lambda db: queries.by_number(db, parent_no))
+        parent = parts.database.query(lambda db: rows.by_number(db, parent_no))
         if parent is None:
             raise FileMissing(path=f"{row.file_path} (the checkpoint that it is a delta of)")
         token_ids = np.concatenate([token_ids_of(parts, parent, broken)[:start], token_ids])

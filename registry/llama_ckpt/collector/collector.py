@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from llama_ckpt.collector.plan import Planner
 from llama_ckpt.context import Parts
-from llama_ckpt.db import collecting, coordination, queries
+from llama_ckpt.db import collecting, coordination, marks, rows
 from llama_ckpt.errors import Busy, StoreUnavailable, UnsafePath
 from llama_ckpt.gc_values import Disk, GcItem, GcKind, GcPlan, GcReport, GcRun, RuleOpinion, Sweep, Verdict
 from llama_ckpt.retention import explain as explaining
@@ -115,7 +115,7 @@ class Collector:
             StoreUnavailable: the free space is asked for and the store cannot say.
         """
         with self._database.read() as db:
-            now_us, disk = queries.clock_us(db), None
+            now_us, disk = rows.clock_us(db), None
             if policy.min_free is not None or policy.min_free_share is not None:
                 free, total = self._store.space()
                 disk = Disk(free=free, total=total, pending=collecting.pending_bytes(db))
@@ -131,7 +131,7 @@ class Collector:
         with self._database.read() as db:
             free, total = self._store.space()
             disk = Disk(free=free, total=total, pending=collecting.pending_bytes(db))
-            return explaining.explain(collecting.candidates(db), row, policy, queries.clock_us(db), disk)
+            return explaining.explain(collecting.candidates(db), row, policy, rows.clock_us(db), disk)
 
     def prune(self, verdicts: Sequence[Verdict], stopped: Callable[[], bool] = never) -> list[Verdict]:
         """Marks the rows of a prune plan STALE and gives those it marked. A row that was used, pinned or leased since the
@@ -251,7 +251,7 @@ class Collector:
             named = collecting.known_paths(db, [i.path for i in batch if i.row is None])
             # Pinned or leased: of a file that is gone nothing can be restored.
             gone = {i.row.ckpt_no: i.path for i in missing if i.row}
-            marked = queries.mark_all_stale(db, gone, StaleReason.MISSING)
+            marked = marks.mark_all_stale(db, gone, StaleReason.MISSING)
             deleted = collecting.delete_untouched(db, stale)
             results = [(item, _result(item, named, marked, deleted)) for item in batch]
             freeing = sum(item.size_bytes for item, result in results if result == "file" and item.row)

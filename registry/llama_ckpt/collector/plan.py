@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llama_ckpt.context import Parts
-from llama_ckpt.db import collecting, queries
+from llama_ckpt.db import collecting, rows
 from llama_ckpt.errors import CorruptFile, EvidenceRefused, StoreUnavailable, UnsafePath
 from llama_ckpt.formats import container
 from llama_ckpt.gc_values import Finding, FindingKind, GcItem, GcKind, GcPlan, SeenRow, StoredFile
@@ -79,7 +79,7 @@ class Planner:
         """One pass over the rows; what no row names is a ghost."""
         unnamed = {entry.path: entry for entry in entries if entry.kind != "foreign"}
         with self._parts.database.read() as db:
-            found = _Found(now_us=queries.clock_us(db), n_files=len(entries))
+            found = _Found(now_us=rows.clock_us(db), n_files=len(entries))
             seen = collecting.ghosts_seen(db)
             for row in collecting.stored_files(db):
                 found.n_rows += 1

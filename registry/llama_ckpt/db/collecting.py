@@ -11,7 +11,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from llama_ckpt.db.queries import ACTIVE, STALE, batches, clock_us, mark, unlink
+from llama_ckpt.db.marks import mark, unlink
+from llama_ckpt.db.rows import ACTIVE, STALE, batches, clock_us
 from llama_ckpt.db.tables import ghost_seen, llama_model, save_claim
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.types import now_us

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from llama_ckpt.db.queries import ACTIVE
+from llama_ckpt.db.rows import ACTIVE
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_info
 

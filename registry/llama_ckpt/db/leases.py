@@ -6,7 +6,7 @@ import secrets
 
 import sqlalchemy as sa
 
-from llama_ckpt.db.queries import ACTIVE, clock_us
+from llama_ckpt.db.rows import ACTIVE, clock_us
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.types import now_us
 from llama_ckpt.values import Checkpoint

@@ -12,8 +12,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from llama_ckpt.db import queries
-from llama_ckpt.db.queries import ACTIVE, MAY_BE_OFFERED, OFFERED, batches, rows_of
+from llama_ckpt.db import rows
+from llama_ckpt.db.rows import ACTIVE, MAY_BE_OFFERED, OFFERED, batches, rows_of
 from llama_ckpt.db.tables import checkpoint_prefix as prefix
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_info
@@ -100,7 +100,7 @@ def sharing(db: sa.Connection, prefix_hash: bytes, at_most: int) -> tuple[list[C
     """The rows to offer of the first `at_most` that begin with this prefix, smallest first (a range of the primary key), and
     whether no more begin with it.
     """
-    found = queries.rows_or_none(db, _sharing(), {"prefix_hash": prefix_hash, "at_most": at_most})
+    found = rows.rows_or_none(db, _sharing(), {"prefix_hash": prefix_hash, "at_most": at_most})
     return [row for row in found if row is not None], len(found) < at_most
 
 

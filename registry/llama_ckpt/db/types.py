@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import BigInteger, Integer, LargeBinary
+from sqlalchemy import BigInteger, ColumnElement, Integer, LargeBinary
 from sqlalchemy.dialects import oracle
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
@@ -54,3 +54,8 @@ def _now_us_oracle(_element: now_us, _compiler: SQLCompiler, **_kw: Any) -> str:
     parts = (("DAY", 86_400_000_000), ("HOUR", 3_600_000_000), ("MINUTE", 60_000_000))
     whole = " + ".join(f"EXTRACT({part} FROM {since}) * {us}" for part, us in parts)
     return f"({whole} + ROUND(EXTRACT(SECOND FROM {since}) * 1000000))"
+
+
+def expiry_us(expires_in_s: float | None) -> ColumnElement[int] | None:
+    """The end of a row that expires in so many seconds, by the database's clock; None for one without an end."""
+    return None if expires_in_s is None else now_us() + int(expires_in_s * 1_000_000)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import sqlalchemy as sa
 
-from llama_ckpt.db.queries import ACTIVE, STALE, clock_us
+from llama_ckpt.db.rows import ACTIVE, STALE, clock_us
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import usage_day
 from llama_ckpt.values import ModelStats, Stats

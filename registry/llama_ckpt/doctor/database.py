@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llama_ckpt.db import health, migrate, queries, schedules
+from llama_ckpt.db import health, migrate, rows, schedules
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.schedules import ScheduleRow
 from llama_ckpt.doctor.diagnosis import Diagnosis, Level, apart_s, fail, guarded, not_checked, of_clocks, ok, warn
@@ -115,9 +115,9 @@ def _absent(file: Path, root: Path) -> Diagnosis:
 
 def _reached(database: Database) -> Diagnosis:
     with database.read() as db:
-        queries.clock_us(db)  # the first question also waits for the connection
+        rows.clock_us(db)  # the first question also waits for the connection
         started = time.perf_counter()
-        queries.clock_us(db)
+        rows.clock_us(db)
         took_ms = (time.perf_counter() - started) * 1000
         return ok("database", f"{database.shown_url}, {health.product(db)}, a question takes {took_ms:.1f} ms")
 
@@ -162,9 +162,9 @@ def _writes(database: Database) -> Diagnosis:
 
 def _clock(database: Database) -> Diagnosis:
     with database.read() as db:
-        queries.clock_us(db)  # the connection is made before the time is taken
+        rows.clock_us(db)  # the connection is made before the time is taken
         before = time.time()
-        there = queries.clock_us(db) / 1_000_000
+        there = rows.clock_us(db) / 1_000_000
         ahead_s = apart_s(there, before, time.time())
     return of_clocks("database clock", "the database's clock", ahead_s)
 
@@ -173,7 +173,7 @@ def _ask_facts(database: Database, report: DatabaseReport) -> None:
     def ask() -> Diagnosis:
         with database.read() as db:
             n_active, n_named = health.n_files_named(db)
-            report.facts = RegistryFacts(queries.registry_id(db), n_active, n_named, tuple(schedules.schedules(db)))
+            report.facts = RegistryFacts(rows.registry_id(db), n_active, n_named, tuple(schedules.schedules(db)))
         return ok("rows", "")
 
     asked = guarded("rows", ask)

@@ -26,7 +26,8 @@ from llama_ckpt.retention.policy import Policy
 from llama_ckpt.retention.settings import policy_of
 from llama_ckpt.store import writers as owners
 from llama_ckpt.store.layout import Entry
-from llama_ckpt.store.store import MARKER, Store
+from llama_ckpt.store.marker import MARKER
+from llama_ckpt.store.store import Store
 from llama_ckpt.store.writers import Owner
 
 _LEFT_OVER_S = 3600.0  # no write takes that long

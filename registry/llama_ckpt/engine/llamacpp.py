@@ -7,7 +7,6 @@ file short by one byte aborts the process there, and a save that ran out of disk
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,14 @@ import numpy as np
 import platformdirs
 
 from llama_ckpt.engine import Progress, Vector, no_progress
-from llama_ckpt.engine.digests import FileDigests, identity_of, weights_digest_of
+from llama_ckpt.engine.digests import FileDigests, identity_of
+from llama_ckpt.engine.identity import fingerprint_of, memory_kind_of, rotation_of
 from llama_ckpt.engine.tracking import Tracking
 from llama_ckpt.engine.vocabulary import completion_ids, text_of
 from llama_ckpt.errors import BadInput, EngineFailed, EngineMissing, EngineStateMismatch, Unsupported
-from llama_ckpt.fingerprint import TokenIds, fingerprint
+from llama_ckpt.fingerprint import TokenIds
 from llama_ckpt.formats.kv import state as kv_state
-from llama_ckpt.formats.kv.edit import Rotation
-from llama_ckpt.formats.kv.types import is_quantised
-from llama_ckpt.values import FieldValue, Fingerprint, MemoryKind, ModelDimensions
+from llama_ckpt.values import MemoryKind, ModelDimensions
 
 try:
     import llama_cpp
@@ -37,18 +35,6 @@ except (
 
 _SEQ = 0  # `Llama` keeps its one conversation in sequence 0
 _NO_POOLING, _LAST_TOKEN = 0, 3  # enum llama_pooling_type
-# What `Llama` passes when the caller overrides nothing; any other value changes K and so belongs to the identity.
-_NO_OVERRIDE: dict[str, FieldValue] = {
-    "rope_scaling_type": -1,
-    "rope_freq_base": 0.0,
-    "rope_freq_scale": 0.0,
-    "yarn_ext_factor": -1.0,
-    "yarn_attn_factor": 1.0,
-    "yarn_beta_fast": 32.0,
-    "yarn_beta_slow": 1.0,
-    "yarn_orig_ctx": 0,
-    "attention_type": -1,
-}
 
 
 class LlamaCppEngine:
@@ -81,7 +67,7 @@ class LlamaCppEngine:
         path = Path(llama.model_path)
         self.model_name = model_name or path.stem
         self.engine_name = f"llama-cpp-python {llama_cpp.__version__}"
-        self.memory_kind = _memory_kind(llama)
+        self.memory_kind = memory_kind_of(llama)
         # llama.cpp rounds the context up; the wrapper's own array of token ids is not.
         self.n_ctx = min(llama.n_ctx(), len(llama.input_ids))
         self._tracking = Tracking.of(llama)
@@ -94,8 +80,10 @@ class LlamaCppEngine:
             n_kv_head=llama_cpp.llama_model_n_head_kv(llama.model),
             kv_token_bytes=probe.token_bytes if probe else 0,
         )
-        self.fingerprint = self._fingerprint(path, probe, progress)
-        self.rotation = _rotation(llama, probe, rotates="kv_rotation" in self.fingerprint.fields) if probe else None
+        self.fingerprint = fingerprint_of(
+            llama, probe, memory_kind=self.memory_kind, digests=self._digests, progress=progress
+        )
+        self.rotation = rotation_of(llama, probe, rotates="kv_rotation" in self.fingerprint.fields) if probe else None
 
     @classmethod
     def from_path(
@@ -141,30 +129,6 @@ class LlamaCppEngine:
         finally:
             if not held:
                 self._forget(clear_data=False)
-
-    def _fingerprint(self, path: Path, probe: kv_state.KvState | None, progress: Progress) -> Fingerprint:
-        params, llama = self.llama.context_params, self.llama
-        fields: dict[str, FieldValue] = {
-            "weights": weights_digest_of(path, self._digests, progress).hex(),
-            "type_k": probe.type_k if probe else kv_state.type_name(params.type_k),
-            "type_v": probe.type_v if probe else kv_state.type_name(params.type_v),
-            "v_transposed": probe.v_transposed if probe else params.flash_attn_type == 0,
-        }
-        for name, neutral in _NO_OVERRIDE.items():
-            if (value := getattr(params, name)) != neutral:
-                fields[name] = value
-        if llama.kv_overrides:
-            fields["kv_overrides"] = {str(k): repr(v) for k, v in llama.kv_overrides.items()}
-        if llama.lora_path:
-            adapter = self._digests.sha256(Path(llama.lora_path), progress)
-            fields["lora"] = [f"{adapter.hex()}*{float(llama.lora_scale)!r}"]
-        if _rotates(fields):
-            fields["kv_rotation"] = "hadamard"
-        if self.memory_kind is MemoryKind.SWA:
-            fields["swa_full"] = bool(params.swa_full)
-        if factors := _context_dependent_rope(llama):
-            fields["rope_factors"] = factors
-        return fingerprint(fields)
 
     def token_ids(self, text: str) -> TokenIds:
         """The token ids that `llama(text)` would evaluate, with BOS and EOS where the model adds them; shape `[n_tokens]`.
@@ -352,67 +316,3 @@ class LlamaCppEngine:
         else:
             llama_cpp.llama_memory_seq_rm(self._memory, _SEQ, -1, -1)
         self.llama.reset()  # type: ignore[no-untyped-call]
-
-
-def _memory_kind(llama: llama_cpp.Llama) -> MemoryKind:
-    if llama_cpp.llama_model_is_recurrent(llama.model):
-        return MemoryKind.RECURRENT
-    if llama_cpp.llama_model_is_hybrid(llama.model):
-        return MemoryKind.HYBRID
-    return MemoryKind.SWA if llama_cpp.llama_model_n_swa(llama.model) > 0 else MemoryKind.FULL
-
-
-def _rotates(fields: dict[str, FieldValue]) -> bool:
-    """Whether K or V are stored rotated: by engines that know how, for quantised caches, unless switched off.
-
-    llama.cpp reads LLAMA_ATTN_ROT_DISABLE when it makes a context (llama-kv-cache.cpp); whether a build rotates at all no
-    call tells, but only one that does contains the switch's name.
-    """
-    quantised = any(str(fields[k]) not in ("f32", "f16", "bf16", "none") for k in ("type_k", "type_v"))
-    switch = "LLAMA_ATTN_ROT_DISABLE"
-    return quantised and _atoi(os.environ.get(switch, "0")) == 0 and _library_contains(switch.encode())
-
-
-def _rotation(llama: llama_cpp.Llama, probe: kv_state.KvState, *, rotates: bool) -> Rotation | None:
-    """The sizes of K's and V's rotation, 0 for none: as the engine's own state tells; else where there is no doubt.
-
-    llama.cpp rotates quantised rows by a Hadamard matrix of 64 values, or of a larger power of two, that divides the head
-    (llama_kv_cache's constructor, src/llama-kv-cache.cpp, b11434). Builds that do not tell may differ in which of them.
-    """
-    if probe.rotation_words is not None:
-        return probe.rotation_words
-    arch = llama.metadata.get("general.architecture", "")
-    head = llama_cpp.llama_model_n_embd(llama.model) // max(llama_cpp.llama_model_n_head(llama.model), 1)
-    sizes = []
-    for part, rows in (("key", probe.k), ("value", probe.v)):
-        n_values = int(llama.metadata.get(f"{arch}.attention.{part}_length", head))
-        rotated = rotates and bool(rows) and is_quantised(rows[0].ggml_type) and n_values % 64 == 0
-        if rotated and n_values % 128 == 0:
-            return None
-        sizes.append(64 if rotated else 0)
-    return sizes[0], sizes[1]
-
-
-def _atoi(text: str) -> int:
-    digits = text.strip()
-    sign = digits[:1] if digits[:1] in "+-" else ""
-    number = digits[len(sign) :]
-    leading = number[: len(number) - len(number.lstrip("0123456789"))]
-    return int(sign + leading) if leading else 0
-
-
-def _library_contains(needle: bytes) -> bool:
-    path = getattr(getattr(llama_cpp.llama_cpp, "_lib", None), "_name", None)
-    if path is None:
-        return True  # unknown build: better a needless miss than a wrong hit
-    with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
-        return library.find(needle) >= 0
-
-
-def _context_dependent_rope(llama: llama_cpp.Llama) -> str | None:
-    """Models with long and short rope factors choose between them by the context's length (llama_model::get_rope_factors)."""
-    arch = llama.metadata.get("general.architecture", "")
-    trained = llama.metadata.get(f"{arch}.rope.scaling.original_context_length")
-    if trained is None or llama.metadata.get(f"{arch}.rope.scaling.type") in ("yarn", "linear", "none"):
-        return None
-    return "long" if llama.n_ctx() > int(trained) else "short"

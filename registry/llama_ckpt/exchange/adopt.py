@@ -22,7 +22,7 @@ from llama_ckpt.checkpoints import save as saving
 from llama_ckpt.checkpoints.orphans import FoundFile, active, after_their_parents, found_file, found_in_store, free_id
 from llama_ckpt.checkpoints.register import SaveOptions, claim_store, register, register_orphan, usable_or_renewed
 from llama_ckpt.context import Parts
-from llama_ckpt.db import queries
+from llama_ckpt.db import rows
 from llama_ckpt.errors import (
     BadInput,
     Conflict,
@@ -205,7 +205,7 @@ class _Adopter:
     def _own(self, path: Path, place: str) -> Adoption:
         """A file under its own name in our store: a ghost, or one that has its row."""
         with self._parts.database.read() as db:
-            known = queries.by_path(db, place)
+            known = rows.by_path(db, place)
         if known is not None and known.status is Status.ACTIVE:
             return _registered(path, known)
         if known is not None:
@@ -320,7 +320,7 @@ class _Adopter:
     def _registered(self, digest: bytes, of_input: bytes, of_tokens: bytes) -> Checkpoint | None:
         """The ACTIVE row of the same input, if it is of the same tokens too."""
         if self._options.dry_run:  # which marks no row
-            row = self._parts.database.query(lambda db: queries.find_active(db, digest, of_input))
+            row = self._parts.database.query(lambda db: rows.find_active(db, digest, of_input))
         else:
             row = usable_or_renewed(self._parts, digest, of_input)
         if row is not None and row.tokens_hash != of_tokens:

@@ -10,7 +10,7 @@ from llama_ckpt.checkpoints.orphans import active, after_their_parents, found_in
 from llama_ckpt.checkpoints.register import register_orphan
 from llama_ckpt.checkpoints.search import token_ids_of
 from llama_ckpt.context import Parts
-from llama_ckpt.db import prefixes, queries
+from llama_ckpt.db import marks, prefixes, rows
 from llama_ckpt.errors import Conflict, CorruptFile, FileMissing, NotFound, StoreUnavailable, UnsafePath
 from llama_ckpt.fingerprint import links_of
 from llama_ckpt.gc_values import Finding, FindingKind
@@ -37,8 +37,8 @@ class Mender:
         """
         undone = (StaleReason.EVICTED, StaleReason.EXPIRED)
         with self._parts.database.read() as db:
-            rows = list(queries.scan(db, Status.STALE))
-        return [r for r in rows if r.stale_reason in undone and (r.stale_us or 0) >= since_us]
+            stale = list(rows.scan(db, Status.STALE))
+        return [r for r in stale if r.stale_reason in undone and (r.stale_us or 0) >= since_us]
 
     def unprune(self, rows: Sequence[Checkpoint]) -> list[tuple[Checkpoint, str]]:
         """Makes STALE rows ACTIVE again whose files are whole, and says of each "ACTIVE" or why not. A row comes back without
@@ -66,8 +66,8 @@ class Mender:
         self._parts.hook("checked")
         try:
             with self._parts.database.write() as db:
-                queries.make_way(db, row.fingerprint, row.input_hash, row.parent_no)
-                back = queries.reactivate(db, row)
+                marks.make_way(db, row.fingerprint, row.input_hash, row.parent_no)
+                back = marks.reactivate(db, row)
                 if back:
                     prefixes.link(db, links_of(row, token_ids, self._parts.block_size))
         except Conflict:
@@ -92,7 +92,7 @@ class Mender:
                 stays so.
         """
         # An unmarked store is a new one while there are no rows: one whose database was lost, say.
-        if self._parts.store.owner() is None and self._parts.database.query(queries.is_empty):
+        if self._parts.store.owner() is None and self._parts.database.query(rows.is_empty):
             self._parts.store.claim(self._parts.registry_id)
         self._parts.require_store()
         first = (self._repair(finding) for finding in findings)
@@ -109,12 +109,12 @@ class Mender:
         """
         self._parts.require_store()
         with self._parts.database.read() as db:
-            numbers = {row.id: row.ckpt_no for row in queries.scan(db, Status.ACTIVE) if row.file_size > 0}
+            numbers = {row.id: row.ckpt_no for row in rows.scan(db, Status.ACTIVE) if row.file_size > 0}
             have = prefixes.linked(db, list(numbers.values()))
         return sum(self._link(checkpoint_id) for checkpoint_id, number in numbers.items() if number not in have)
 
     def _link(self, checkpoint_id: str) -> bool:
-        row = self._parts.database.query(lambda db: queries.get(db, checkpoint_id))
+        row = self._parts.database.query(lambda db: rows.get(db, checkpoint_id))
         if row is None or row.status is Status.STALE:
             return False
         try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llama_ckpt import formats
-from llama_ckpt.db import collecting, queries
+from llama_ckpt.db import collecting, marks, rows
 from llama_ckpt.db.connect import Database
 from llama_ckpt.errors import CorruptFile, FileMissing, UnsafePath
 from llama_ckpt.formats import container, engine_files, legacy
@@ -51,7 +51,7 @@ class Verifier:
         return above if row.is_covered else [*self._file(row), *above]
 
     def _parent(self, row: Checkpoint, parent_no: int) -> Check:
-        parent = self._database.query(lambda db: queries.by_number(db, parent_no))
+        parent = self._database.query(lambda db: rows.by_number(db, parent_no))
         if parent is None or parent.n_tokens < row.start_token or parent.fingerprint != row.fingerprint:
             reason = f"the first {row.start_token} cells are not those of checkpoint number {parent_no}"
             return Check(name="Parent", ok=False, detail=reason)
@@ -64,7 +64,7 @@ class Verifier:
             with self._store.map(row.file_path) as view:
                 return _checks(view, row.file_path, row, self._database, self._deep)
         except (FileMissing, UnsafePath) as error:
-            now = self._database.query(lambda db: queries.get(db, row.id))
+            now = self._database.query(lambda db: rows.get(db, row.id))
             if now is None or now.status is not row.status:
                 return [Check(name="File", ok=None, detail="the checkpoint was collected or went STALE meanwhile")]
             return [Check(name="File", ok=False, detail=str(error))]
@@ -81,18 +81,18 @@ class Verifier:
         """
         started = time.monotonic()
         with self._database.read() as db:
-            ids = queries.least_recently_verified(db, older_than_s)
+            ids = rows.least_recently_verified(db, older_than_s)
         for checkpoint_id in ids:
             if max_duration_s is not None and time.monotonic() - started >= max_duration_s:
                 return
             with self._database.read() as db:
-                row = queries.get(db, checkpoint_id)
+                row = rows.get(db, checkpoint_id)
             if row is None or row.status is Status.STALE:
                 continue
             checks = self.checkpoint(row)
             if _is_its_rows_and_whole(checks):
                 with self._database.write() as db:
-                    queries.record_verified(db, row)
+                    marks.record_verified(db, row)
             yield row, checks
 
     def findings(self) -> list[Finding]:
@@ -224,7 +224,7 @@ def _dimensions(file: formats.CheckpointFile, database: Database | None) -> Chec
     models = []
     if database is not None:
         with database.read() as db:
-            models = queries.models(db, file.fingerprint.digest)
+            models = rows.models(db, file.fingerprint.digest)
     if not models:
         return Check(name="Dimensions", ok=None, detail="the model is not registered here")
     mismatch = formats.dimension_mismatch(file.dimensions, models[0].dimensions)

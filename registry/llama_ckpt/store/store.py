@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 import stat
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from llama_ckpt.errors import Conflict, FileMissing, StoreFull, StoreUnavailable, UnsafePath
+from llama_ckpt.errors import Conflict, FileMissing, StoreFull, UnsafePath
+from llama_ckpt.store import marker
 from llama_ckpt.store import writers as owners
 from llama_ckpt.store.disk import (
     BINARY,
@@ -37,7 +36,6 @@ from llama_ckpt.store.disk import (
 )
 from llama_ckpt.store.layout import PATH, QUARANTINE, SUFFIX, TEMPORARY_SUFFIX, Entry, walk
 
-MARKER = "llama-ckpt-store.json"
 _HEAD = 256
 
 StepHook = Callable[[str], None]
@@ -78,31 +76,11 @@ class Store:
         Raises:
             StoreUnavailable: the marker cannot be written.
         """
-        if self.owner() is not None:
-            return
-        with told(self.root), contextlib.suppress(FileExistsError):
-            data = json.dumps({"registry_id": registry_id, "made_by": "llama-ckpt"}).encode()
-            temporary = self.root / f".{MARKER}.{uuid.uuid4().hex}"
-            try:
-                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                try:
-                    write_all(fd, memoryview(data))
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-                put_in_place(temporary, self.root / MARKER)
-            finally:
-                temporary.unlink(missing_ok=True)
-            fsync_folder(self.root)
+        marker.claim(self.root, registry_id)
 
     def owner(self) -> str | None:
         """The id of the registry that the store is marked for; None when it bears no readable marker."""
-        try:
-            marker = json.loads((self.root / MARKER).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return None
-        named = marker.get("registry_id") if isinstance(marker, dict) else None
-        return named if isinstance(named, str) else None
+        return marker.owner(self.root)
 
     def require_owner(self, registry_id: str, *, unmarked: bool) -> None:
         """Holds the store to its marker; with `unmarked` a store without one is anybody's.
@@ -110,15 +88,7 @@ class Store:
         Raises:
             StoreUnavailable: the marker names another registry, or there is none.
         """
-        owner = self.owner()
-        if owner is None and not unmarked:
-            hint = f"is it mounted? If the files are really gone, say so with: llama-ckpt gc --force {registry_id}"
-            reason = f"it bears no marker of this registry, whose rows name files in it: {hint}"
-            raise StoreUnavailable(path=self.root, reason=reason)
-        if owner not in (None, registry_id):
-            hint = f"name the right database or store (to give this store to this database, delete {MARKER} in it)"
-            reason = f"it belongs to registry {owner}, this database is registry {registry_id}: {hint}"
-            raise StoreUnavailable(path=self.root, reason=reason)
+        marker.require_owner(self.root, registry_id, unmarked=unmarked)
 
     def free_bytes(self) -> int:
         """Free bytes of the file system, as a user without privileges sees them."""

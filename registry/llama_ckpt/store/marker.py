@@ -1,0 +1,68 @@
+"""The marker: a small file in the store's folder that names the registry whose files lie there.
+
+A store without a marker, or with another registry's, is not mounted or mistaken: nothing is concluded from what is missing in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from pathlib import Path
+
+from llama_ckpt.errors import StoreUnavailable
+from llama_ckpt.store.disk import fsync_folder, put_in_place, told, write_all
+
+MARKER = "llama-ckpt-store.json"
+
+
+def claim(root: Path, registry_id: str) -> None:
+    """Marks the store as this registry's, at the first save; a store that is marked already stays as it is.
+
+    Raises:
+        StoreUnavailable: the marker cannot be written.
+    """
+    if owner(root) is not None:
+        return
+    with told(root), contextlib.suppress(FileExistsError):
+        data = json.dumps({"registry_id": registry_id, "made_by": "llama-ckpt"}).encode()
+        temporary = root / f".{MARKER}.{uuid.uuid4().hex}"
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                write_all(fd, memoryview(data))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            put_in_place(temporary, root / MARKER)
+        finally:
+            temporary.unlink(missing_ok=True)
+        fsync_folder(root)
+
+
+def owner(root: Path) -> str | None:
+    """The id of the registry that the store is marked for; None when it bears no readable marker."""
+    try:
+        marker = json.loads((root / MARKER).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    named = marker.get("registry_id") if isinstance(marker, dict) else None
+    return named if isinstance(named, str) else None
+
+
+def require_owner(root: Path, registry_id: str, *, unmarked: bool) -> None:
+    """Holds the store to its marker; with `unmarked` a store without one is anybody's.
+
+    Raises:
+        StoreUnavailable: the marker names another registry, or there is none.
+    """
+    named = owner(root)
+    if named is None and not unmarked:
+        hint = f"is it mounted? If the files are really gone, say so with: llama-ckpt gc --force {registry_id}"
+        reason = f"it bears no marker of this registry, whose rows name files in it: {hint}"
+        raise StoreUnavailable(path=root, reason=reason)
+    if named not in (None, registry_id):
+        hint = f"name the right database or store (to give this store to this database, delete {MARKER} in it)"
+        reason = f"it belongs to registry {named}, this database is registry {registry_id}: {hint}"
+        raise StoreUnavailable(path=root, reason=reason)
