@@ -52,7 +52,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ScheduleState:
     """A bar and the worst figure that was held to it; no case and no figure where none was."""
 
     bar: Bar
@@ -77,17 +77,17 @@ def load(file: Path = FILE) -> list[Bar]:
     return [Bar(**entry) for entry in tomllib.loads(file.read_text(encoding="utf-8"))["bar"]]
 
 
-def standings(bars: Iterable[Bar], cases: Iterable[Case]) -> list[Standing]:
+def standings(bars: Iterable[Bar], cases: Iterable[Case]) -> list[ScheduleState]:
     """Where each bar stands, for the questions that were asked."""
     cases = list(cases)
     asked = {case.question for case in cases}
     return [_standing(bar, cases) for bar in bars if bar.question in asked]
 
 
-def _standing(bar: Bar, cases: list[Case]) -> Standing:
+def _standing(bar: Bar, cases: list[Case]) -> ScheduleState:
     figures = [(figure, case) for case in cases if (figure := bar.figure(case)) is not None]
     if not figures:
-        return Standing(bar, None, None)
+        return ScheduleState(bar, None, None)
     worst = max if bar.at_most is not None else min
     figure, case = worst(figures, key=lambda pair: pair[0])
-    return Standing(bar, case, figure)
+    return ScheduleState(bar, case, figure)

@@ -24,8 +24,8 @@ from benchmarks import databases, planting
 from benchmarks.measuring import Case, peak_above_idle, timed
 from benchmarks.sizes import Sizes
 from benchmarks.synthetic import SampleEngine, checkpoint_bytes, ids_number
-from llama_ckpt.checkpoints.match import DEFAULT_MIN_TOKENS
 from llama_ckpt.collector.collector import Collector
+from llama_ckpt.context import DEFAULT_MIN_TOKENS
 from llama_ckpt.db import rows
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.fingerprint import active_key
@@ -78,12 +78,12 @@ def plant_rows(registry: Registry, engine: SampleEngine, n_rows: int, n_files: i
             kind = number % 10 if number < n_files else 9  # 1: an orphan; 2: STALE; 3: its file is gone
             if number < n_files and (kind == 1 or number % 20 == 0):
                 continue
-            stale, of_input = kind == 2, number.to_bytes(32, "big")
+            stale, input_hash = kind == 2, number.to_bytes(32, "big")
             checkpoint_id = planting.id_of(number)
             values.append(
-                dict(id=checkpoint_id, model_name="sample", input_hash=of_input, status="STALE" if stale else "ACTIVE",
-                     pinned=0, file_path=path_of(checkpoint_id), active_key=None if stale else active_key(digest, of_input),
-                     fingerprint=digest, tokens_hash=of_input, n_tokens=256, memory_kind="full",
+                dict(id=checkpoint_id, model_name="sample", input_hash=input_hash, status="STALE" if stale else "ACTIVE",
+                     pinned=0, file_path=path_of(checkpoint_id), active_key=None if stale else active_key(digest, input_hash),
+                     fingerprint=digest, tokens_hash=input_hash, n_tokens=256, memory_kind="full",
                      file_size=size if number < n_files else 0, payload_crc32=0, created_us=now - DAY_US,
                      last_used_us=now - number, hit_count=number % 7, stale_reason="evicted" if stale else None,
                      stale_us=now - 2 * DAY_US if stale else None, start_token=0)
@@ -164,7 +164,7 @@ def _of_store(kind: str, n_rows: int, n_files: int, folder: Path) -> Case:
 
 
 def _measure(case: Case, registry: Registry, bare: Path, half: set[str]) -> None:
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     plans: list[GcPlan] = []
     case.add("bare walk", timed(lambda: bare_walk(registry.store.root)))
     case.add("bare read of rows", timed(lambda: bare_read(registry)))

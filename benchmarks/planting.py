@@ -95,10 +95,10 @@ def plant(registry: Registry, digest: bytes, n_rows: int) -> None:
 
 
 def _row(number: int, digest: bytes, ids: TokenIds, now: int) -> dict[str, object]:
-    of_input, checkpoint_id = tokens_hash(ids), id_of(number)
+    input_hash, checkpoint_id = tokens_hash(ids), id_of(number)
     return dict(
-        ckpt_no=number, id=checkpoint_id, model_name="sample", input_hash=of_input, status="ACTIVE", pinned=0,
-        file_path=path_of(checkpoint_id), active_key=active_key(digest, of_input), fingerprint=digest, tokens_hash=of_input,
+        ckpt_no=number, id=checkpoint_id, model_name="sample", input_hash=input_hash, status="ACTIVE", pinned=0,
+        file_path=path_of(checkpoint_id), active_key=active_key(digest, input_hash), fingerprint=digest, tokens_hash=input_hash,
         n_tokens=len(ids), memory_kind="full", file_size=_head_size(len(ids)) + len(_PAYLOAD),
         payload_crc32=container.crc32(_PAYLOAD), created_us=now - number, last_used_us=now - number, hit_count=0, start_token=0,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks import bars, plots
-from benchmarks.bars import Standing
+from benchmarks.bars import ScheduleState
 from benchmarks.measuring import Case
 from benchmarks.plots import seconds
 from benchmarks.results import QUESTIONS, Results
@@ -152,14 +152,14 @@ checksum, the lease and the database commit are in them. *Cold* is after posix_f
 file on a host may still be cached there."""
 
 
-def _standing_row(standing: Standing) -> list[str]:
+def _standing_row(standing: ScheduleState) -> list[str]:
     case, figure = standing.case, standing.figure
     if case is None or figure is None:
         return [standing.bar.what, "-", standing.bar.limit, standing.verdict]
     return [f"{standing.bar.what} ({case.name})", f"{_number(figure)}", standing.bar.limit, standing.verdict]
 
 
-def standing_as_text(standing: Standing) -> str:
+def standing_as_text(standing: ScheduleState) -> str:
     """One line."""
     what, figure, limit, verdict = _standing_row(standing)
     return f"{what}: {figure} (bar {limit}, {verdict})"

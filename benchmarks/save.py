@@ -93,5 +93,5 @@ def _forget(registry: Registry) -> None:
     for checkpoint_id in gone:
         registry.remove(checkpoint_id)
     if gone:
-        collector = Collector(registry.parts)
+        collector = Collector(registry.context)
         collector.run(collector.plan(stale_grace_s=0))

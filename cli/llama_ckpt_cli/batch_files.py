@@ -30,10 +30,10 @@ class Line:
     def input_hash(self) -> str | None:
         """The input hash in hex; None where it has none."""
         from llama_ckpt.errors import BadInput
-        from llama_ckpt.fingerprint import input_hash
+        from llama_ckpt.fingerprint import hash_input
 
         try:
-            return None if self.given is None else input_hash(self.given).hex()
+            return None if self.given is None else hash_input(self.given).hex()
         except BadInput:
             return None
 

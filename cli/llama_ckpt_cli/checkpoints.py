@@ -114,7 +114,7 @@ def match(
 
     asked = asked_input(text, text_file, hash_hex, tokens)
     weights = None if model is None else weights_of(model, session.out)
-    found = MatchResult(outcome=Outcome.NO_MATCH, reason="there is no registry yet", input_hash=asked.of_input)
+    found = MatchResult(outcome=Outcome.NO_MATCH, reason="there is no registry yet", input_hash=asked.input_hash)
     with session.existing_registry() as registry:
         if registry is not None:
             found = _find(session.out, registry, asked, model, weights)
@@ -134,7 +134,7 @@ def _find(out: Output, registry: Registry, asked: Asked, model: str | None, weig
     name = model if weights is None else None
     if asked.given is not None and not isinstance(asked.given, str):
         return registry.match(asked.given, model=name, weights=weights)
-    found = registry.match_hash(asked.of_input, model=name, weights=weights)
+    found = registry.match_hash(asked.input_hash, model=name, weights=weights)
     if found.outcome is not Outcome.NO_MATCH or asked.given is None or weights is None:
         return found
     vocabulary = load_vocabulary(str(model), out)

@@ -100,7 +100,7 @@ def prompt_of(engine: LlamaCppEngine, n_tokens: int) -> str:
             lines.append(
                 f"Day {day}: wind {wind} km/h from the north-west, rain {rain} mm, pressure {990 + day % 40} hPa.\n"
             )
-    return "".join(lines) + f"Question: how was the weather on day {day // 2}?\nAnswer:"
+    return "".join(lines) + f"MatchQuery: how was the weather on day {day // 2}?\nAnswer:"
 
 
 def continuation(engine: LlamaCppEngine, prompt: str) -> list[int]:
@@ -227,7 +227,7 @@ class Story:
         orphan = self.registry.store.root / path_of("0123456789abcdef" * 2)
         orphan.parent.mkdir(parents=True, exist_ok=True)
         orphan.write_bytes(self._file().read_bytes())
-        collector = Collector(self.registry.parts)
+        collector = Collector(self.registry.context)
         plan = _plan_now(collector)
         kinds = sorted(item.kind for item in plan.items)
         self.check(
@@ -246,8 +246,8 @@ class Story:
 
     def share_prefix(self) -> None:
         """Another question about the same document: the document is restored, the question evaluated, its cells alone written."""
-        document = self.prompt.rpartition("Question:")[0]
-        other = f"{document}Question: on which days did it rain?\nAnswer:"
+        document = self.prompt.rpartition("MatchQuery:")[0]
+        other = f"{document}MatchQuery: on which days did it rain?\nAnswer:"
         self.engine.evaluate(self.engine.token_ids("Good morning."))  # so that it does not hold the document any more
         warm = self.registry.warm(self.engine, other, label="demo")
         row = warm.save.checkpoint if warm.save else None

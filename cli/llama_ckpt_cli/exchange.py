@@ -53,7 +53,7 @@ def adopt(
     engine_for = None if model is None else _maker(session.out, model)
     options = AdoptOptions(engine_for=engine_for, n_ctx=n_ctx, link=link, label=label, text=text, dry_run=dry_run)
     with session.registry() as registry, session.out.progress("adopting") as progress:
-        _tell_adoptions(session.out, adopt_files(registry.parts, paths, options), progress)
+        _tell_adoptions(session.out, adopt_files(registry.context, paths, options), progress)
 
 
 def _maker(out: Output, model: Path) -> Callable[[EngineLayout], LlamaCppEngine]:
@@ -153,7 +153,7 @@ def export(
         replace=force,
     )
     with session.registry() as registry:
-        done = export_file(registry.parts, registry.get(checkpoint_id), output, options)
+        done = export_file(registry.context, registry.get(checkpoint_id), output, options)
     what = f"{done.format} version {done.version}, {count(done.n_tokens, 'token')}, {size(done.size_bytes)}"
     session.out.result(
         done, lambda: session.out.fields({"written": f"{output} ({what})", "load": done.how_to_load}), [str(output)]

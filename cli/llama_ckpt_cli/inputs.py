@@ -77,7 +77,7 @@ class Asked:
     are no UTF-8 have only a hash.
     """
 
-    of_input: bytes
+    input_hash: bytes
     given: str | TokenIds | None = None
 
 

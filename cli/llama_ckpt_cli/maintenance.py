@@ -64,11 +64,11 @@ def gc(
     longest = None if max_duration is None else seconds(max_duration, "--max-duration")
     if dry_run:
         with session.existing_registry(upgrade=False) as there:
-            plan = planned(Collector(there.parts)) if there else NOTHING
+            plan = planned(Collector(there.context)) if there else NOTHING
         _note_left_alone(session, plan)
         return session.out.result(plan, lambda: _tell_plan(session, plan), [item.path for item in plan.items])
     with session.registry() as registry:
-        collector = Collector(registry.parts)
+        collector = Collector(registry.context)
         plan = planned(collector)
         _note_left_alone(session, plan)
         if plan.items and not yes:
@@ -155,7 +155,7 @@ def runs(
     from llama_ckpt.collector.collector import Collector
 
     with session.registry() as registry:
-        found = Collector(registry.parts).runs(last)
+        found = Collector(registry.context).runs(last)
 
     def human() -> None:
         columns = ["run", "kind", "started", "took", "host", "items", "failed", "freed"]
@@ -176,7 +176,7 @@ def stats(session: Session) -> None:
 
     with session.registry() as registry:
         totals = registry.stats()
-        runs = Collector(registry.parts).runs(5)
+        runs = Collector(registry.context).runs(5)
         free = registry.store.free_bytes()
         store, database = registry.store.root, registry.database.shown_url
 

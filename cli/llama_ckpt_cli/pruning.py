@@ -34,10 +34,10 @@ def prune(session: Session, dry_run: DryRun = False, yes: Yes = False) -> None:
     policy = session.policy()
     if dry_run:
         with session.existing_registry(upgrade=False) as there:
-            planned = Collector(there.parts).plan_prune(policy) if there else []
+            planned = Collector(there.context).plan_prune(policy) if there else []
         return _tell_prune(session, planned, "would be marked STALE")
     with session.registry() as registry:
-        collector = Collector(registry.parts)
+        collector = Collector(registry.context)
         verdicts = collector.plan_prune(policy)
         if verdicts:
             if session.out.human and not yes:
@@ -79,7 +79,7 @@ def unprune(
     if bool(ids) == bool(since):
         raise BadInput(what="unprune", value=since or "nothing", reason="name ids, or --since")
     with session.registry() as registry:
-        mender = Mender(registry.parts)
+        mender = Mender(registry.context)
         rows = [registry.get(i) for i in ids or []] if ids else mender.pruned_since(_since_us(registry, since or ""))
         results = mender.unprune(rows)
     back = [row.id for row, result in results if result == "ACTIVE"]
@@ -120,7 +120,7 @@ def explain(session: Session, checkpoint_id: Annotated[str, typer.Argument(metav
 
     with session.registry() as registry:
         row = registry.get(checkpoint_id)
-        opinions = Collector(registry.parts).explain(row, session.policy())
+        opinions = Collector(registry.context).explain(row, session.policy())
 
     def human() -> None:
         session.out.table(["rule", "", "why"], [[o.rule, o.word.value, o.why] for o in opinions])
@@ -142,7 +142,7 @@ def purge(
 
     chosen = _purge_of(input_hash, label, model, everything)
     with session.registry() as registry:
-        purger = Purger(registry.parts)
+        purger = Purger(registry.context)
         rows = [seen.id for seen, _ in purger.plan(chosen)]
         if dry_run:
             return session.out.result(rows, lambda: _tell_purge(session, rows, "would be purged"), rows)

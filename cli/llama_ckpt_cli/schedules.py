@@ -73,7 +73,7 @@ def run(
     runs: list[int] = []
     with _stop_signals() as stop, session.registry() as registry:
         schedule = CollectorSchedule(
-            registry.parts, policy, trigger, jitter_s=_seconds(jitter), name=name, on_run=lambda _: runs.append(1)
+            registry.context, policy, trigger, jitter_s=_seconds(jitter), name=name, on_run=lambda _: runs.append(1)
         )
         schedule.run_forever(stop)
     told = f"stopped after {count(len(runs), 'run')}"
@@ -114,7 +114,7 @@ def _run_once(session: Session, times: str | None, jitter: str | None, name: str
     if jitter is not None:
         threading.Event().wait(random_delay_s(_seconds(jitter) or 0.0))
     with session.registry() as registry:
-        ran = run_once(registry.parts, policy, name=name)
+        ran = run_once(registry.context, policy, name=name)
         root = registry.store.root
     if ran.problem is not None and not ran.busy:
         raise ran.problem
@@ -270,7 +270,7 @@ def status(session: Session) -> None:
     from llama_ckpt.collector.schedule import statuses
 
     with session.existing_registry(upgrade=False) as there:
-        found = statuses(there.parts) if there else []
+        found = statuses(there.context) if there else []
 
     def human() -> None:
         rows = [[s.holder, s.spec, when(s.last_us), s.last_result or "-", _next(s)] for s in found]
@@ -282,9 +282,9 @@ def status(session: Session) -> None:
 
 
 def _next(found: ScheduleStatus) -> str:
-    from llama_ckpt.collector.schedule import Standing
+    from llama_ckpt.collector.schedule import ScheduleState
 
-    if found.standing is Standing.WAITING:
+    if found.standing is ScheduleState.WAITING:
         return when(found.next_us)
-    due = f" (due {when(found.next_us)})" if found.standing is Standing.OVERDUE else ""
+    due = f" (due {when(found.next_us)})" if found.standing is ScheduleState.OVERDUE else ""
     return f"{found.standing}{due}"

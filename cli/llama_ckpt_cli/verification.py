@@ -106,7 +106,7 @@ def _verify_all(session: Session, max_age: str | None, max_duration: str | None,
                 bad += findings_of(row, checks)
                 progress(len(checked), total)
         ghosts = list(verifier.ghosts())
-        mender = Mender(registry.parts)
+        mender = Mender(registry.context)
         mended = mender.repair([*bad, *ghosts]) if repair else []
         n_linked = mender.link() if repair else 0
     _tell_ghosts(session, [] if repair else ghosts)

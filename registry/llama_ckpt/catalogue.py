@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from llama_ckpt.checkpoints import flatten as flattening
 from llama_ckpt.checkpoints import search as finding
 from llama_ckpt.checkpoints.register import clean_name
-from llama_ckpt.checkpoints.search import Question
-from llama_ckpt.context import Parts
+from llama_ckpt.checkpoints.search import MatchQuery
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import marks, rows, usage
 from llama_ckpt.engine import Vocabulary
 from llama_ckpt.errors import BadInput, NotFound
-from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash
+from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, hash_input
 from llama_ckpt.values import Checkpoint, Fingerprint, MatchResult, RegisteredModel, StaleReason, Stats, Status
 
 _MARKED_AT_ONCE = 2000
@@ -23,11 +23,11 @@ _ID_PREFIX = re.compile(r"[0-9a-f]{4,32}")
 class Catalogue:
     """The rows of a registry: found, listed, pinned, removed, made whole. `Registry` is one."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.database = parts.database
-        self.store = parts.store
-        self.registry_id = parts.registry_id
+    def __init__(self, context: RegistryContext) -> None:
+        self.context = context
+        self.database = context.database
+        self.store = context.store
+        self.registry_id = context.registry_id
 
     # -- find ----------------------------------------------------------------------------------------------------------
 
@@ -53,8 +53,8 @@ class Catalogue:
         Raises:
             BadInput: the input is empty or no input.
         """
-        question = Question(
-            of_input=input_hash(given),
+        question = MatchQuery(
+            input_hash=hash_input(given),
             given=given,
             token_ids=None if token_ids is None else as_token_ids(token_ids),
             vocabulary=vocabulary,
@@ -62,11 +62,11 @@ class Catalogue:
             model=model,
             weights=weights,
         )
-        return finding.match(self.parts, question)
+        return finding.match(self.context, question)
 
     def match_hash(
         self,
-        of_input: bytes,
+        input_hash: bytes,
         *,
         fingerprint: Fingerprint | None = None,
         model: str | None = None,
@@ -77,10 +77,10 @@ class Catalogue:
         Raises:
             BadInput: not 32 bytes.
         """
-        if len(of_input) != 32:
-            raise BadInput(what="input hash", value=of_input.hex(), reason="a SHA-256 has 32 bytes (64 hex digits)")
-        question = Question(of_input=of_input, fingerprint=fingerprint, model=model, weights=weights)
-        return finding.match(self.parts, question)
+        if len(input_hash) != 32:
+            raise BadInput(what="input hash", value=input_hash.hex(), reason="a SHA-256 has 32 bytes (64 hex digits)")
+        question = MatchQuery(input_hash=input_hash, fingerprint=fingerprint, model=model, weights=weights)
+        return finding.match(self.context, question)
 
     # -- care ----------------------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class Catalogue:
         if row.status is Status.STALE:
             raise BadInput(what="checkpoint", value=row.id, reason=f"it is STALE ({row.stale_reason})")
         if row.parent_no is not None:
-            flattening.flatten(self.parts, row)
+            flattening.flatten(self.context, row)
         return self.get(row.id)
 
     def report_bad(self, checkpoint_id: str) -> Checkpoint:
@@ -215,7 +215,7 @@ class Catalogue:
             NotFound, BadInput: as `get`.
         """
         row = self.get(checkpoint_id)
-        self.parts.make_stale(row, StaleReason.CORRUPT, "it was reported bad")
+        self.context.make_stale(row, StaleReason.CORRUPT, "it was reported bad")
         return self.get(row.id)
 
     def invalidate(self, fingerprint: Fingerprint | bytes) -> int:

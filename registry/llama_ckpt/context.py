@@ -20,7 +20,7 @@ log = logging.getLogger("llama_ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class RegistryContext:
     """A database, a store, and where counts and steps are told. `hook` hears the name of each step that a crash could
     follow; tests stop there. `policy` limits what saves may take. `block_size` is that of the prefix hashes, stored with the
     registry; `min_match_tokens` the count below which a shared prefix is no match; `delta_depth` how many checkpoints a delta may

@@ -50,7 +50,7 @@ class DatabaseUnavailable(LlamaCkptError):
     exit_code = 6
 
 
-class CommitUnanswered(DatabaseUnavailable):
+class CommitOutcomeUnknown(DatabaseUnavailable):
     """the database {url} was lost while it committed, and may have done so: {reason}"""
 
     exit_code = 23
@@ -98,7 +98,7 @@ class SchemaTooNew(LlamaCkptError):
     exit_code = 13
 
 
-class EvidenceRefused(LlamaCkptError):
+class StoreMismatch(LlamaCkptError):
     """gc refuses to run: {evidence} (If you are sure, repeat with --force {registry_id})"""
 
     exit_code = 14

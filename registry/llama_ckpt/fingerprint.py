@@ -86,7 +86,7 @@ def _say(value: FieldValue | None) -> str:
             return str(value)
 
 
-def input_hash(given: Input) -> bytes:
+def hash_input(given: Input) -> bytes:
     """The input hash: SHA-256 of a text's exact UTF-8 bytes, or of token ids as little-endian int32.
 
     For a text it equals `sha256sum` of a file with the same bytes.
@@ -156,9 +156,9 @@ def tokens_hashes(token_ids: TokenIds, lengths: Iterable[int]) -> dict[int, byte
     return found
 
 
-def active_key(fingerprint_digest: bytes, of_input: bytes) -> bytes:
+def active_key(fingerprint_digest: bytes, input_hash: bytes) -> bytes:
     """The key that at most one ACTIVE row may hold: SHA-256(fingerprint ‖ input hash)."""
-    return hashlib.sha256(fingerprint_digest + of_input).digest()
+    return hashlib.sha256(fingerprint_digest + input_hash).digest()
 
 
 def prefix_hashes(fingerprint_digest: bytes, token_ids: TokenIds, block_size: int) -> list[bytes]:

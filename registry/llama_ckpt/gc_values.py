@@ -12,7 +12,7 @@ from typing import NamedTuple
 from llama_ckpt.values import Checkpoint, StaleReason
 
 
-class SeenRow(NamedTuple):
+class RowVersion(NamedTuple):
     """A row as a plan saw it. Whoever carries the plan out compares: a row that was used since then is left alone."""
 
     ckpt_no: int
@@ -21,7 +21,7 @@ class SeenRow(NamedTuple):
     hit_count: int
 
     @classmethod
-    def of(cls, row: Checkpoint) -> SeenRow:
+    def of(cls, row: Checkpoint) -> RowVersion:
         """What a plan keeps of a row."""
         return cls(row.ckpt_no, row.id, row.last_used_us, row.hit_count)
 
@@ -46,7 +46,7 @@ class Candidate(NamedTuple):
     extends_no: int | None
 
 
-class StoredFile(NamedTuple):
+class FileRow(NamedTuple):
     """What gc looks at: where a row says that its file is, and whether the row may still be offered. A row of size 0 has none."""
 
     ckpt_no: int
@@ -105,7 +105,7 @@ class GcItem:
     reason: str
     size_bytes: int
     age_s: float
-    row: SeenRow | None = None
+    row: RowVersion | None = None
     mtime_ns: int | None = None
 
 
@@ -141,7 +141,7 @@ class GcReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
+class CollectionSummary:
     """What one prune and one gc after it did: rows marked STALE, and gc's report in numbers."""
 
     n_marked: int
@@ -154,7 +154,7 @@ class Sweep:
 class Verdict:
     """That a retention policy condemns a checkpoint, and by which rule."""
 
-    row: SeenRow
+    row: RowVersion
     model_name: str
     label: str | None
     size_bytes: int
@@ -162,7 +162,7 @@ class Verdict:
     stale_reason: StaleReason
 
 
-class RuleWord(StrEnum):
+class RuleEffect(StrEnum):
     """What a rule says of a checkpoint."""
 
     KEEPS = "keeps"
@@ -175,7 +175,7 @@ class RuleOpinion:
     """What one rule of a policy says of one checkpoint, and why."""
 
     rule: str
-    word: RuleWord
+    word: RuleEffect
     why: str
 
 

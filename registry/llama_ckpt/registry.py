@@ -20,7 +20,7 @@ from llama_ckpt.checkpoints import save as saving
 from llama_ckpt.checkpoints.register import SaveOptions
 from llama_ckpt.checkpoints.restore import RestoreOptions
 from llama_ckpt.config import Setting
-from llama_ckpt.context import DEFAULT_DELTA_DEPTH, DEFAULT_MIN_TOKENS, Parts
+from llama_ckpt.context import DEFAULT_DELTA_DEPTH, DEFAULT_MIN_TOKENS, RegistryContext
 from llama_ckpt.db import migrate, prefixes, rows
 from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.engine import Engine, Progress, no_progress
@@ -100,7 +100,7 @@ class Registry(Catalogue):
             database.close()
             raise
         return cls(
-            Parts(
+            RegistryContext(
                 database=database,
                 store=files,
                 registry_id=registry_id,
@@ -166,7 +166,7 @@ class Registry(Catalogue):
         from llama_ckpt.collector.schedule import CollectorSchedule
         from llama_ckpt.collector.triggers import Trigger
 
-        schedule = CollectorSchedule(self.parts, policy, Trigger.of(every=every, cron=cron), jitter_s=jitter_s)
+        schedule = CollectorSchedule(self.context, policy, Trigger.of(every=every, cron=cron), jitter_s=jitter_s)
         schedule.start()
         return schedule
 
@@ -197,7 +197,7 @@ class Registry(Catalogue):
             BadInput: the input, the label or the expiry cannot be used.
         """
         return saving.save(
-            self.parts,
+            self.context,
             engine,
             given,
             SaveOptions(label=label, expires_in_s=expires_in_s, prefill_ms=prefill_ms),
@@ -230,7 +230,7 @@ class Registry(Catalogue):
             BadInput: the input is empty or no input, or the model has not these layers.
         """
         options = RestoreOptions.of(engine, layers, check_values=check_values, transpose_v=transpose_v)
-        return restoring.restore(self.parts, engine, given, self.match, options)
+        return restoring.restore(self.context, engine, given, self.match, options)
 
     def merge(self, engine: Engine, checkpoint: Checkpoint | str) -> MergeResult:
         """Appends a stored continuation to what the engine holds, without computing it: the checkpoint (or its id) begins with
@@ -248,7 +248,7 @@ class Registry(Catalogue):
             StoreUnavailable, DatabaseUnavailable: they cannot be read now; nothing is changed.
         """
         row = self.get(checkpoint) if isinstance(checkpoint, str) else checkpoint
-        return restoring.merge(self.parts, engine, row)
+        return restoring.merge(self.context, engine, row)
 
     def warm(
         self,
@@ -282,7 +282,7 @@ class Registry(Catalogue):
             wait_s=wait_s,
             progress=progress,
         )
-        return warming.warm(self.parts, engine, given, functools.partial(self.match, vocabulary=engine), options)
+        return warming.warm(self.context, engine, given, functools.partial(self.match, vocabulary=engine), options)
 
     def autosave(
         self, engine: Engine, *, every: int, label: str | None = None, expires_in_s: float | None = None
@@ -293,7 +293,7 @@ class Registry(Catalogue):
         Raises:
             BadInput: `every`, the label or the expiry cannot be used.
         """
-        return Autosave(self.parts, engine, every, SaveOptions(label=label, expires_in_s=expires_in_s))
+        return Autosave(self.context, engine, every, SaveOptions(label=label, expires_in_s=expires_in_s))
 
     def batch(
         self,
@@ -323,7 +323,7 @@ class Registry(Catalogue):
         """
         saved_as = SaveOptions(label=label, expires_in_s=expires_in_s)
         options = BatchOptions(save=save, shared_prefix=shared_prefix, saved_as=saved_as)
-        return Batch(self.parts, engine, self.match, options, progress).run(inputs)
+        return Batch(self.context, engine, self.match, options, progress).run(inputs)
 
 
 def store_of(settings: Mapping[str, Setting]) -> Path:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def at_once(work: Callable[[T], R], items: Sequence[T], n_threads: int, done: dict[int, R]) -> None:
+def run_parallel(work: Callable[[T], R], items: Sequence[T], n_threads: int, done: dict[int, R]) -> None:
     """Works on the items in up to `n_threads` threads, the caller's among them. What comes of each item stands in `done` under
     its place as soon as it is known. When one fails, or the caller is interrupted, no other item is begun, those in hand are
     ended, and the first failure is raised; `done` says what was done. Where no thread can be started, the caller does all.

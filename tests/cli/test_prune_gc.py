@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from llama_ckpt.errors import BadInput, Busy, EvidenceRefused, StoreUnavailable, VerifyFailed
+from llama_ckpt.errors import BadInput, Busy, StoreMismatch, StoreUnavailable, VerifyFailed
 from llama_ckpt.registry import Registry
 from llama_ckpt.store.marker import MARKER
 from llama_ckpt.store.store import Store, path_of
@@ -277,7 +277,7 @@ def test_a_store_that_looks_unmounted_is_refused_and_the_registrys_id_is_told(ru
         registry_id = registry.registry_id
     (populated.root / MARKER).unlink()
     before = populated.snapshot()
-    run("gc", "--yes", *force, *dry).refused(EvidenceRefused, f"--force {registry_id}")
+    run("gc", "--yes", *force, *dry).refused(StoreMismatch, f"--force {registry_id}")
     assert populated.snapshot() == before
 
 

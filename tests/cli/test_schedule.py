@@ -21,8 +21,8 @@ from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db import coordination
 from llama_ckpt.db import schedules as rows
 from llama_ckpt.db.connect import Database
-from llama_ckpt.errors import BadInput, EvidenceRefused, LlamaCkptError, StoreUnavailable, Unsupported
-from llama_ckpt.gc_values import Sweep
+from llama_ckpt.errors import BadInput, LlamaCkptError, StoreMismatch, StoreUnavailable, Unsupported
+from llama_ckpt.gc_values import CollectionSummary
 from llama_ckpt.registry import Registry
 from llama_ckpt.store.marker import MARKER
 
@@ -99,7 +99,7 @@ def asked_to_stop(monkeypatch):
 
     def sweep(*_):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
-        return Sweep(n_marked=0, n_items=0, n_failed=0, freed_bytes=0)
+        return CollectionSummary(n_marked=0, n_items=0, n_failed=0, freed_bytes=0)
 
     monkeypatch.setattr(Collector, "sweep", sweep)
 
@@ -126,7 +126,7 @@ def test_two_processes_never_run_at_the_same_time(populated, started):
     second.ran(3)
     assert first.told(signal.SIGTERM)[0] == second.told(signal.SIGTERM)[0] == 0
     with Registry.open(store=populated.root) as registry:
-        runs = sorted(Collector(registry.parts).runs(100), key=lambda run: run.started_us)
+        runs = sorted(Collector(registry.context).runs(100), key=lambda run: run.started_us)
     assert len({run.host for run in runs}) > 1
     for earlier, later in itertools.pairwise(runs):
         assert earlier.ended_us <= later.started_us
@@ -191,12 +191,12 @@ def test_a_single_run_while_another_one_is_under_way_is_a_success(run, populated
 
 def test_a_single_run_that_fails_ends_with_the_errors_code_and_is_seen_in_status(run, populated):
     (populated.root / MARKER).unlink()
-    run("schedule", "run", "--once").refused(EvidenceRefused, "is it mounted")
+    run("schedule", "run", "--once").refused(StoreMismatch, "is it mounted")
     assert "is it mounted" in run("schedule", "status").out
 
 
 def test_a_single_run_that_leaves_a_file_behind_fails_after_its_result(run, populated, monkeypatch):
-    left = Sweep(n_marked=0, n_items=2, n_failed=1, freed_bytes=10)
+    left = CollectionSummary(n_marked=0, n_items=2, n_failed=1, freed_bytes=10)
     monkeypatch.setattr(Collector, "sweep", lambda _self, _policy, _stopped: left)
     run("schedule", "run", "--once").failed(StoreUnavailable, "1 file could not be deleted", out=None)
     assert "1 could not be deleted" in run("schedule", "status").out

@@ -63,7 +63,7 @@ def tiny_engine(tmp_path, digests):
 
 
 def adopted(registry, path, engine_for, **options):
-    (found,) = adopt(registry.parts, [path], AdoptOptions(engine_for=engine_for, **options))
+    (found,) = adopt(registry.context, [path], AdoptOptions(engine_for=engine_for, **options))
     assert found.outcome is AdoptOutcome.ADOPTED, found.reason
     return found.checkpoint
 
@@ -134,7 +134,7 @@ def test_a_file_of_an_older_llama_cpp_is_restored_by_its_tokens(registry, engine
 )
 def test_what_was_adopted_is_exported_as_it_came(registry, engine_for, tmp_path, name, options):
     row = adopted(registry, samples.SAMPLES / name, engine_for)
-    export(registry.parts, row, tmp_path / "out", ExportOptions(format=ExportFormat.GGSQ, **options))
+    export(registry.context, row, tmp_path / "out", ExportOptions(format=ExportFormat.GGSQ, **options))
     assert (tmp_path / "out").read_bytes() == samples.data(name)
 
 
@@ -144,7 +144,7 @@ def test_what_was_adopted_is_exported_in_every_version_with_the_same_cells(
     registry, engine_for, tmp_path, name, version
 ):
     row = adopted(registry, samples.SAMPLES / name, engine_for)
-    export(registry.parts, row, tmp_path / "out", ExportOptions(format=ExportFormat.GGSQ, version=version))
+    export(registry.context, row, tmp_path / "out", ExportOptions(format=ExportFormat.GGSQ, version=version))
     made = engine_files.read(memoryview((tmp_path / "out").read_bytes()), "out")
     real = engine_files.read(memoryview(samples.data(name)), name)
     assert made.token_ids.tolist() == engine_files.held_token_ids(real).tolist()
@@ -169,7 +169,7 @@ def test_sequence_0_of_a_context_and_cells_with_places_are_adopted(registry, tin
 
 @pytest.mark.parametrize("name", [samples.SWA, samples.SWA_SHORT, samples.RECURRENT, samples.HYBRID])
 def test_files_of_other_memory_are_refused(registry, engine_for, name):
-    (found,) = adopt(registry.parts, [samples.SAMPLES / name], AdoptOptions(engine_for=engine_for))
+    (found,) = adopt(registry.context, [samples.SAMPLES / name], AdoptOptions(engine_for=engine_for))
     assert found.outcome is AdoptOutcome.REFUSED
     assert "full attention caches only are adopted" in found.reason
 
@@ -200,7 +200,7 @@ def test_weights_of_the_same_shape_are_told_apart_whatever_the_type(
         raw.file_of_sequence(path, TINY_IDS)
     finally:
         raw.close()
-    (found,) = adopt(registry.parts, [path], AdoptOptions(engine_for=tiny_engine("full", seed=2)))
+    (found,) = adopt(registry.context, [path], AdoptOptions(engine_for=tiny_engine("full", seed=2)))
     assert isinstance(found.error, Incompatible)
     assert "are not what full-2 computes" in found.reason
     assert adopted(registry, path, tiny_engine("full")).n_tokens == len(TINY_IDS)
@@ -218,7 +218,7 @@ def test_weights_that_differ_in_few_bytes_only_are_told_apart(registry, engine_f
         return LlamaCppEngine.from_path(other, digests=digests, n_ctx=layout.n_ctx, **options_of(layout))
 
     path = samples.SAMPLES / samples.V2
-    (found,) = adopt(registry.parts, [path], AdoptOptions(engine_for=of_other))
+    (found,) = adopt(registry.context, [path], AdoptOptions(engine_for=of_other))
     assert isinstance(found.error, Incompatible)
     assert "are not what other computes" in found.reason
 
@@ -238,7 +238,7 @@ def test_a_state_of_other_tokens_than_it_lists_is_refused(registry, engine_for, 
     data = bytearray(samples.data(samples.F16))
     data[12:16] = (505).to_bytes(4, "little")
     (tmp_path / "slot.bin").write_bytes(data)
-    (found,) = adopt(registry.parts, [tmp_path / "slot.bin"], AdoptOptions(engine_for=engine_for))
+    (found,) = adopt(registry.context, [tmp_path / "slot.bin"], AdoptOptions(engine_for=engine_for))
     assert isinstance(found.error, Incompatible)
 
 
@@ -249,7 +249,7 @@ def test_a_text_goes_out_as_a_slot_and_is_found_again_by_its_text_in_another_reg
     registry, engine, engine_for, tmp_path
 ):
     row = registry.warm(engine, TEXT).save.checkpoint
-    export(registry.parts, row, tmp_path / "slot.bin", ExportOptions(format=ExportFormat.GGSQ, version=3))
+    export(registry.context, row, tmp_path / "slot.bin", ExportOptions(format=ExportFormat.GGSQ, version=3))
     with Registry.open(store=tmp_path / "other") as other:
         assert adopted(other, tmp_path / "slot.bin", engine_for, text=TEXT).input_hash == row.input_hash
         assert other.restore(engine, TEXT).outcome is Outcome.HIT

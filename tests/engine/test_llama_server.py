@@ -52,7 +52,7 @@ def test_an_exported_checkpoint_is_restored_and_its_tokens_are_reused(pair, regi
     server.slot("erase")
     row = registry.warm(engine, ids).save.checkpoint
     options = ExportOptions(format=ExportFormat.GGSQ, version=version, packed=packed)
-    export(registry.parts, row, server.slots / "handed.bin", options)
+    export(registry.context, row, server.slots / "handed.bin", options)
     assert server.slot("restore", "handed.bin")["n_restored"] == len(ids)
     warm = server.complete(ids)
     record_property("cache_n", warm["timings"]["cache_n"])
@@ -68,7 +68,7 @@ def test_a_server_whose_slots_have_caches_of_their_own_restores_a_file_of_as_man
     row = registry.warm(engine, ids).save.checkpoint
     with running(llama_server, gguf, tmp_path / "slots", "-np", "2", "-no-kvu", "-fa", "off") as server:
         options = ExportOptions(format=ExportFormat.GGSQ, version=spoken_version(server), n_stream=2)
-        export(registry.parts, row, server.slots / "handed.bin", options)
+        export(registry.context, row, server.slots / "handed.bin", options)
         assert server.slot("restore", "handed.bin")["n_restored"] == len(ids)
         assert server.complete(ids)["timings"]["cache_n"] == len(ids) - 1
 
@@ -79,7 +79,7 @@ def test_a_slot_of_the_server_is_adopted_and_continues_as_the_cold_run(pair, reg
     told = server.complete(ids, 1)
     server.slot("save", "taken.bin")
     made = AdoptOptions(engine_for=lambda _layout: engine)
-    (found,) = adopt(registry.parts, [server.slots / "taken.bin"], made)
+    (found,) = adopt(registry.context, [server.slots / "taken.bin"], made)
     assert found.outcome is AdoptOutcome.ADOPTED, found.reason
     assert found.checkpoint.n_tokens == len(ids)
     cold = cold_logits(engine, ids)

@@ -73,7 +73,7 @@ def test_the_beginning_of_a_longer_checkpoint_continues_as_the_cold_run(load, re
     _, expected = cold(engine, ids[:n])
     row = saved_of(registry, engine, ids)
     engine._forget(clear_data=True)
-    back = restoring.restore(registry.parts, engine, ids[:n], matched(row, n), RestoreOptions())
+    back = restoring.restore(registry.context, engine, ids[:n], matched(row, n), RestoreOptions())
     assert (back.outcome, back.n_restored, back.n_evaluated) == (Outcome.HIT, n - 1, 1)
     assert engine.held_token_ids().tolist() == ids[:n].tolist()
     assert greedy(engine, ids[:n]) == expected
@@ -121,7 +121,7 @@ def test_a_match_of_more_tokens_than_are_alike_is_found_out_by_the_token_ids(eng
     other[20:] = ids[19:59]
     row = saved_of(registry, engine, other)
     before = held_and_next(engine)
-    back = restoring.restore(registry.parts, engine, ids, matched(row, 21), RestoreOptions())
+    back = restoring.restore(registry.context, engine, ids, matched(row, 21), RestoreOptions())
     assert back.outcome is Outcome.NO_MATCH
     assert "other tokens from token 20 on" in back.reason
     assert held_and_next(engine) == before

@@ -12,7 +12,7 @@ from support import child, samples
 from support.sample_engine import SampleEngine
 
 from llama_ckpt.db.tables import save_claim
-from llama_ckpt.fingerprint import input_hash
+from llama_ckpt.fingerprint import hash_input
 from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.values import Outcome, Status
 
@@ -91,5 +91,5 @@ def test_of_twenty_saves_from_four_processes_the_store_never_holds_more_than_its
 
 def texts_of(rows, n_at_start):
     texts = [f"earlier {i}" for i in range(n_at_start)] + [f"{p} {i}" for p in range(4) for i in range(5)]
-    known = {input_hash(text): text for text in texts}
+    known = {hash_input(text): text for text in texts}
     return [known[row.input_hash] for row in rows]

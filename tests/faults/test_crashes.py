@@ -24,7 +24,7 @@ def run_child(registry, verb, **order):
 
 
 def collect_now(registry):
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     return collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True))
 
 
@@ -56,7 +56,7 @@ def test_a_save_killed_at_any_step_leaves_no_row_without_a_whole_file(registry, 
     assert active_rows_are_whole(registry)
     expected = SaveOutcome.DEDUPLICATED if n_rows else SaveOutcome.SAVED
     assert registry.save(engine, "one").outcome is expected
-    plan = Collector(registry.parts).plan()
+    plan = Collector(registry.context).plan()
     if files == [".tmp"]:
         assert [item.reason for item in plan.items] == ["a write whose process is gone"]
     else:

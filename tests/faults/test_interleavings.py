@@ -17,7 +17,7 @@ from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import DatabaseUnavailable, LlamaCkptError
 from llama_ckpt.exchange.adopt import AdoptOptions, AdoptOutcome, adopt
-from llama_ckpt.gc_values import SeenRow
+from llama_ckpt.gc_values import RowVersion
 from llama_ckpt.integrity.mend import Mender
 from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
@@ -38,8 +38,8 @@ def once(step, action):
     return hook
 
 
-def adopted(parts, *paths, **options):
-    return [found.outcome for found in adopt(parts, paths, AdoptOptions(**options))]
+def adopted(context, *paths, **options):
+    return [found.outcome for found in adopt(context, paths, AdoptOptions(**options))]
 
 
 # -- whose file it is -------------------------------------------------------------------------------------------------------
@@ -52,14 +52,14 @@ def test_two_programs_that_adopt_one_file_leave_it_to_the_row_of_the_first(regis
     first = []
 
     def meanwhile():
-        first.extend(adopted(registry.parts, theirs))
+        first.extend(adopted(registry.context, theirs))
 
     # It has looked whether the id is free, and then the other one is quicker.
     store = Store(registry.store.root)
     step = "link_in" if link else "free_bytes"
     real = getattr(store, step)
     setattr(store, step, lambda *given: (meanwhile(), real(*given))[1])
-    second = adopted(replace(registry.parts, store=store), theirs, link=link)
+    second = adopted(replace(registry.context, store=store), theirs, link=link)
     assert (first, second) == ([AdoptOutcome.ADOPTED], [AdoptOutcome.REGISTERED])
     assert registry.restore(engine, "found without a row").outcome is Outcome.HIT
 
@@ -69,10 +69,10 @@ def test_a_file_that_is_registered_again_while_its_save_goes_on_stays(registry, 
 
     def repair():
         findings = Verifier(registry.database, registry.store).findings()
-        mended.extend(result for _, result in Mender(registry.parts).repair(findings))
+        mended.extend(result for _, result in Mender(registry.context).repair(findings))
 
     store = Store(registry.store.root, hook=once("renamed", repair))
-    saver = Registry(replace(registry.parts, store=store))
+    saver = Registry(replace(registry.context, store=store))
     registry.save(engine, "zero")
     assert saver.save(engine, "one").outcome is SaveOutcome.SAVED
     assert mended == ["registered again"]
@@ -88,10 +88,10 @@ def test_a_file_that_is_registered_again_while_its_save_fails_stays(registry, en
         raise DatabaseUnavailable(url="", reason="another process has held the write lock")
 
     def repair():
-        Mender(registry.parts).repair(Verifier(registry.database, registry.store).findings())
+        Mender(registry.context).repair(Verifier(registry.database, registry.store).findings())
         monkeypatch.setattr(Database, "write", fail_once)
 
-    saver = Registry(replace(registry.parts, store=Store(registry.store.root, hook=once("renamed", repair))))
+    saver = Registry(replace(registry.context, store=Store(registry.store.root, hook=once("renamed", repair))))
     with pytest.raises(DatabaseUnavailable):
         saver.save(engine, "one")
     assert registry.restore(engine, "one").outcome is Outcome.HIT
@@ -103,11 +103,11 @@ def test_a_file_that_gets_its_row_back_after_gc_deleted_the_old_one_stays(regist
 
     def again():
         if how == "adopt":
-            assert adopted(registry.parts, registry.store.root / saved.file_path) == [AdoptOutcome.ADOPTED]
+            assert adopted(registry.context, registry.store.root / saved.file_path) == [AdoptOutcome.ADOPTED]
         else:
-            Mender(registry.parts).repair(Verifier(registry.database, registry.store).findings())
+            Mender(registry.context).repair(Verifier(registry.database, registry.store).findings())
 
-    collector = Collector(replace(registry.parts, hook=once("rows deleted", again)))
+    collector = Collector(replace(registry.context, hook=once("rows deleted", again)))
     report = collector.run(collector.plan(stale_grace_s=0))
     assert [result for _, result in report.done] == ["skipped: it changed since the plan"]
     assert registry.restore(engine, "one").outcome is Outcome.HIT
@@ -116,7 +116,7 @@ def test_a_file_that_gets_its_row_back_after_gc_deleted_the_old_one_stays(regist
 def test_a_file_that_changed_when_its_row_was_gone_already_is_a_ghost_that_was_seen(registry, saved):
     registry.remove(saved.id)
     collector = Collector(
-        replace(registry.parts, hook=once("rows deleted", lambda: registry.store.touch(saved.file_path)))
+        replace(registry.context, hook=once("rows deleted", lambda: registry.store.touch(saved.file_path)))
     )
     collector.run(collector.plan(stale_grace_s=0))
     with registry.database.read() as db:
@@ -132,9 +132,9 @@ def test_a_file_that_takes_the_name_of_one_that_had_gone_already_stays(registry,
     registry.remove(saved.id)
 
     def again():
-        assert adopted(registry.parts, theirs) == [AdoptOutcome.ADOPTED]
+        assert adopted(registry.context, theirs) == [AdoptOutcome.ADOPTED]
 
-    collector = Collector(replace(registry.parts, hook=once("rows deleted", again)))
+    collector = Collector(replace(registry.context, hook=once("rows deleted", again)))
     collector.run(collector.plan(stale_grace_s=0))
     assert registry.get(saved.id).file_path == path_of(saved.id)
     assert registry.restore(engine, "one").outcome is Outcome.HIT
@@ -156,24 +156,24 @@ def delta(registry):
 
 def test_a_delta_that_is_purged_while_it_is_restored_is_no_match(registry, delta):
     engine, ids, _ = delta
-    purge = once("leased", lambda: Purger(registry.parts).run(Purge(everything=True)))
-    back = Registry(replace(registry.parts, hook=purge)).restore(engine, ids)
+    purge = once("leased", lambda: Purger(registry.context).run(Purge(everything=True)))
+    back = Registry(replace(registry.context, hook=purge)).restore(engine, ids)
     assert back.outcome is Outcome.NO_MATCH
     assert registry.list() == []
 
 
 def test_an_input_whose_delta_is_purged_while_it_is_saved_again_is_saved_anew(registry, delta, monkeypatch):
     engine, ids, row = delta
-    real = Registry(registry.parts).parts.__class__.chain
+    real = Registry(registry.context).parts.__class__.chain
 
-    def purged(parts, of):
+    def purged(context, of):
         with monkeypatch.context() as patch:
-            patch.setattr(type(parts), "chain", real)
-            Purger(registry.parts).run(Purge(everything=True))
-        monkeypatch.setattr(type(parts), "chain", real)
-        return real(parts, of)
+            patch.setattr(type(context), "chain", real)
+            Purger(registry.context).run(Purge(everything=True))
+        monkeypatch.setattr(type(context), "chain", real)
+        return real(context, of)
 
-    monkeypatch.setattr(type(registry.parts), "chain", purged)
+    monkeypatch.setattr(type(registry.context), "chain", purged)
     engine.evaluate(ids)
     again = registry.save(engine, ids)
     assert (again.outcome, again.checkpoint.id != row.id) == (SaveOutcome.SAVED, True)
@@ -191,7 +191,7 @@ def waits_for_a_lock(database):
 def test_rows_that_go_for_several_reasons_are_locked_in_one_order(registry, engine, monkeypatch):
     if registry.database.dialect != "postgresql":
         pytest.skip("SQLite's writers are alone")
-    rows = [SeenRow.of(registry.save(engine, text).checkpoint) for text in ("one", "two")]
+    rows = [RowVersion.of(registry.save(engine, text).checkpoint) for text in ("one", "two")]
     reasons = dict(zip(rows, (StaleReason.EXPIRED, StaleReason.EVICTED), strict=True))
     failed, real, other = [], collecting.mark, Database(registry.database.url.render_as_string(hide_password=False))
 
@@ -268,7 +268,7 @@ def test_a_row_is_needed_by_a_delta_whose_number_is_below_its_own(registry, delt
         for table, column in (("llama_checkpoint_meta", "ckpt_no"), ("checkpoint_prefix", "ckpt_no")):
             db.exec_driver_sql(f"UPDATE {table} SET {column} = 0 WHERE {column} = {child.ckpt_no}")
         db.exec_driver_sql(f"UPDATE llama_checkpoint_meta SET parent_no = 0 WHERE parent_no = {child.ckpt_no}")
-    rows = [SeenRow.of(row) for row in registry.list() if row.id != living.id]
+    rows = [RowVersion.of(row) for row in registry.list() if row.id != living.id]
     with registry.database.write() as db:
         assert collecting.mark_untouched(db, dict.fromkeys(rows, StaleReason.EVICTED)) == set()
         db.execute(sa.update(meta).values(status="STALE", active_key=None, stale_us=1, stale_reason="evicted"))

@@ -12,7 +12,7 @@ from support.proxy import Proxy
 from support.sample_engine import SampleEngine
 
 from llama_ckpt.collector.collector import Collector
-from llama_ckpt.errors import CommitUnanswered, DatabaseUnavailable
+from llama_ckpt.errors import CommitOutcomeUnknown, DatabaseUnavailable
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Policy
 from llama_ckpt.values import Outcome, SaveOutcome, Status
@@ -85,8 +85,8 @@ def test_a_commit_whose_connection_is_cut_is_told_as_unanswered_and_keeps_its_fi
         if step == "inserted":
             proxy.stop()
 
-    with pytest.raises(CommitUnanswered, match="may have done so"):
-        Registry(replace(far_registry.parts, hook=cut)).save(ready(), "one")
+    with pytest.raises(CommitOutcomeUnknown, match="may have done so"):
+        Registry(replace(far_registry.context, hook=cut)).save(ready(), "one")
     proxy.start()
     assert (len(far_registry.list()), len(list(far_registry.store.root.rglob("*.llam")))) == (1, 2)
 
@@ -114,6 +114,6 @@ def test_a_client_whose_clock_is_a_day_off_saves_restores_and_prunes_as_any_othe
     row = registry.save(engine, "one", expires_in_s=3600).checkpoint
     assert abs(row.created_us / 1e6 - real()) < 60
     assert registry.restore(engine, "one").outcome is Outcome.HIT
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     assert collector.plan_prune(Policy(max_age_s=3600, max_idle_s=3600)) == []
     assert registry.save(engine, "one").outcome is SaveOutcome.DEDUPLICATED

@@ -15,7 +15,7 @@ from llama_ckpt.collector.collector import Collector
 from llama_ckpt.collector.purge import Purge, Purger
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
-from llama_ckpt.errors import CommitUnanswered, Conflict, DatabaseUnavailable, StoreFull, StoreUnavailable
+from llama_ckpt.errors import CommitOutcomeUnknown, Conflict, DatabaseUnavailable, StoreFull, StoreUnavailable
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
 
@@ -194,7 +194,7 @@ def test_a_commit_that_is_refused_takes_the_file_along(registry, engine):
         if step == "inserted":
             sa.event.listen(registry.database._engine, "commit", refuse)
 
-    saver = Registry(replace(registry.parts, hook=in_time))
+    saver = Registry(replace(registry.context, hook=in_time))
     with pytest.raises(DatabaseUnavailable, match="disk is full"):
         saver.save(engine, "one")
     sa.event.remove(registry.database._engine, "commit", refuse)
@@ -202,7 +202,7 @@ def test_a_commit_that_is_refused_takes_the_file_along(registry, engine):
 
 
 def test_a_commit_whose_answer_was_lost_counts_as_saved(database_url, tmp_path, engine):
-    lost = CommitUnanswered(url="x", reason="the connection was lost after the commit")
+    lost = CommitOutcomeUnknown(url="x", reason="the connection was lost after the commit")
     with Registry.open(database_url, tmp_path / "store", hook=failing_hook("committed", lost)) as registry:
         result = registry.save(engine, "one")
         assert result.outcome is SaveOutcome.SAVED
@@ -236,7 +236,7 @@ def test_a_commit_without_an_answer_keeps_its_file_whatever_became_of_the_row(
     def lose(step):
         if step == "committed":
             lost_connection(monkeypatch)
-            raise CommitUnanswered(url="", reason="lost while it was committed")
+            raise CommitOutcomeUnknown(url="", reason="lost while it was committed")
 
     with Registry.open(database_url, tmp_path / "store", hook=lose) as registry:
         with pytest.raises(DatabaseUnavailable, match="lost while it was committed"):
@@ -248,7 +248,7 @@ def test_a_commit_without_an_answer_keeps_its_file_whatever_became_of_the_row(
 
 def test_a_saver_that_slept_until_gc_took_its_file_adds_no_row(registry, engine, monkeypatch):
     registry.save(engine, "zero")
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
 
     def sleep_long(step):
         if step == "renamed":
@@ -271,7 +271,7 @@ def test_a_gc_that_planned_while_a_saver_slept_spares_the_file_when_it_wakes(dat
             assert [result for _, result in report.done] == ["skipped: it changed since the plan"]
 
     with Registry.open(database_url, tmp_path / "store") as other:
-        collector = Collector(other.parts)
+        collector = Collector(other.context)
         other.save(engine, "zero")
         if other.database.dialect == "sqlite":
             pytest.skip("on SQLite gc waits for the saver's transaction")
@@ -350,7 +350,7 @@ def four_files(registry, engine):
 def test_a_gc_that_cannot_unlink_one_file_frees_the_others_and_the_next_run_frees_it(
     registry, four_files, nth, monkeypatch
 ):
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
 
     def collect():
         return collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True))
@@ -370,7 +370,7 @@ def test_a_gc_that_cannot_unlink_one_file_frees_the_others_and_the_next_run_free
 def test_a_purge_that_cannot_unlink_one_file_says_so_and_the_next_one_frees_what_is_left(
     registry, four_files, nth, monkeypatch
 ):
-    purger = Purger(registry.parts)
+    purger = Purger(registry.context)
     with monkeypatch.context() as patch:
         BadDisk(patch, nth)
         with pytest.raises(StoreUnavailable, match=r"1 file\(s\) could not be deleted.*told by the system"):

@@ -77,7 +77,7 @@ def at_wait(registry, clock):
         if step == "waits":
             (steps.pop(0) if len(steps) > 1 else steps[0])()
 
-    object.__setattr__(registry.parts, "hook", hook)
+    object.__setattr__(registry.context, "hook", hook)
     return steps
 
 
@@ -139,7 +139,7 @@ def test_processes_that_are_killed_at_any_step_delay_the_others_by_no_more_than_
         assert [(a["gave_up"], a["problems"]) for a in whole] == [(0, 0)] * len(whole)
         assert max(a["waited_s"] for a in whole) < 3 * flights.CLAIM_S + 5
         require_all_inputs_whole(registry)
-        collector = Collector(registry.parts)
+        collector = Collector(registry.context)
         collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True))
         assert {f.kind.value for f in Verifier(registry.database, registry.store).findings()} <= {"temporary"}
 
@@ -258,7 +258,7 @@ def test_a_limit_that_is_no_time_is_refused(registry, wait_s):
 
 
 def test_a_holder_that_shows_progress_keeps_its_claim_and_a_silent_one_gets_more_patience(registry, clock):
-    flight = SingleFlight(registry.parts, 300)
+    flight = SingleFlight(registry.context, 300)
     assert not flight.enter(KEY)
 
     def seconds_left():
@@ -278,7 +278,7 @@ def test_a_holder_that_shows_progress_keeps_its_claim_and_a_silent_one_gets_more
 
 
 def test_a_holder_whose_claim_was_taken_over_goes_on_without(registry):
-    flight = SingleFlight(registry.parts, 300)
+    flight = SingleFlight(registry.context, 300)
     assert not flight.enter(KEY)
     expire(registry)
     assert claim(registry, KEY)

@@ -38,7 +38,7 @@ def limited(registry):
     """The same registry under a policy."""
 
     def make(hook=no_hook, **policy):
-        return Registry(replace(registry.parts, policy=Policy(**policy), hook=hook))
+        return Registry(replace(registry.context, policy=Policy(**policy), hook=hook))
 
     return make
 
@@ -150,7 +150,7 @@ def test_over_the_budget_the_least_recently_used_goes_and_the_newcomer_is_saved(
         Outcome.NO_MATCH,
     ]
     assert (counters["evicted"], claims(registry)) == (1, [])
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     assert [r for _, r in collector.run(collector.plan(stale_grace_s=0)).done] == ["deleted"]
     assert registry.store.root.exists()
 
@@ -366,7 +366,7 @@ def test_a_file_that_was_deleted_by_hand_is_counted_until_gc_saw_it_and_not_afte
     tight = limited(max_bytes=room(2))
     (registry.store.root / dear[0].file_path).unlink()
     refused(tight.save(engine, "cheap", prefill_ms=1))
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     assert [r for _, r in collector.run(collector.plan()).done] == ["marked"]
     assert tight.save(engine, "cheap", prefill_ms=1).outcome is SaveOutcome.SAVED
     assert registry.get(dear[1].id).status is Status.ACTIVE
@@ -384,7 +384,7 @@ def test_ghosts_that_gc_saw_count_until_they_are_gone(registry, limited, engine)
     ghost.parent.mkdir(parents=True)
     ghost.write_bytes(checkpoint_bytes())
     os.utime(ghost, (1_000_000_000, 1_000_000_000))
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     collector.run(collector.plan())
     assert ghost.exists()
     tight = limited(max_bytes=room(1) + len(checkpoint_bytes()) - 1)
@@ -520,7 +520,7 @@ def test_an_unprune_between_the_promise_of_room_and_the_unlink_brings_nothing_ba
 
     def unprune(step):
         if step == "room promised":
-            said.extend(result for _, result in Mender(registry.parts).unprune([before, registry.get(old.id)]))
+            said.extend(result for _, result in Mender(registry.context).unprune([before, registry.get(old.id)]))
 
     assert limited(unprune, max_bytes=room(2)).save(engine, "newcomer").outcome is SaveOutcome.SAVED
     assert said[0].startswith("it was collected meanwhile")
@@ -531,7 +531,7 @@ def test_an_unprune_between_the_promise_of_room_and_the_unlink_brings_nothing_ba
 def test_a_gc_between_the_promise_of_room_and_the_unlink_does_no_harm(registry, limited, engine, two):
     old, new = two
     registry.remove(old.id)
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
 
     def collect(step):
         if step == "room promised":

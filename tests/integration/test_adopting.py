@@ -27,7 +27,7 @@ from llama_ckpt.errors import (
     Unsupported,
 )
 from llama_ckpt.exchange.adopt import AdoptOptions, AdoptOutcome, adopt
-from llama_ckpt.fingerprint import fingerprint, input_hash
+from llama_ckpt.fingerprint import fingerprint, hash_input
 from llama_ckpt.formats import container, engine_files
 from llama_ckpt.formats.kv import edit as kv_edit
 from llama_ckpt.formats.kv import state as kv_state
@@ -46,7 +46,7 @@ MODE = 0o777
 
 
 def run(registry, *paths, **options):
-    return list(adopt(registry.parts, paths, AdoptOptions(**options)))
+    return list(adopt(registry.context, paths, AdoptOptions(**options)))
 
 
 def one(registry, path, **options):
@@ -102,7 +102,7 @@ def test_a_checkpoint_of_another_registry_is_copied_and_restored(registry, their
         Status.ACTIVE,
         "theirs",
         "sample",
-        input_hash(TEXT),
+        hash_input(TEXT),
     )
     assert (row.id, row.file_path) == ("ab" * 16, path_of("ab" * 16)), "its id was free here"
     copy = registry.store.root / row.file_path
@@ -193,7 +193,7 @@ def test_a_folder_whose_adoption_was_interrupted_is_adopted_with_the_deltas_on_i
 
     store = Store(registry.store.root, hook=die)
     with pytest.raises(KeyboardInterrupt):
-        run(Registry(replace(registry.parts, store=store)), *paths)
+        run(Registry(replace(registry.context, store=store)), *paths)
     assert (registry.list(), files_of(registry)) == ([], [paths[-1].name])
     assert {f.outcome for f in run(registry, *paths)} == {ADOPTED}
     assert {row.id for row in registry.list()} == {path.stem for path in paths}
@@ -369,7 +369,7 @@ def test_a_file_of_llama_cpp_is_rewritten_and_restored(registry, tmp_path, name)
     assert (layout.type_k, layout.type_v, layout.flash_attn, layout.n_ctx) == ("f16", "f16", False, 512)
     row = registry.get(found.checkpoint.id)
     assert (row.fingerprint, row.model_name, row.n_tokens) == (engine.fingerprint.digest, "sample", 3)
-    assert row.input_hash == input_hash([504, 7742, 2004])
+    assert row.input_hash == hash_input([504, 7742, 2004])
     assert registry.restore(engine, [504, 7742, 2004]).outcome is Outcome.HIT
     with registry.store.map(row.file_path) as view:
         header, padding = container.read_header(view, "x")
@@ -416,7 +416,7 @@ def test_a_text_gives_the_input_hash_if_its_tokens_are_the_files(registry, tmp_p
         return engine
 
     row = one(registry, path, engine_for=of_these_tokens, text="one").checkpoint
-    assert row.input_hash == input_hash("one")
+    assert row.input_hash == hash_input("one")
     reader = SampleEngine()
     reader.token_ids = lambda _text: reader.ids
     assert registry.restore(reader, "one").outcome is Outcome.HIT
@@ -593,10 +593,10 @@ def test_a_failure_at_any_step_leaves_neither_file_nor_row(registry, theirs, tmp
         if at == step:
             raise StoppedError
 
-    parts = replace(registry.parts, hook=hook)
-    parts.store._hook = hook
+    context = replace(registry.context, hook=hook)
+    context.store._hook = hook
     with pytest.raises(StoppedError):
-        list(adopt(parts, [path], AdoptOptions(engine_for=maker())))
+        list(adopt(context, [path], AdoptOptions(engine_for=maker())))
     registry.store._hook = lambda _step: None
     assert (files_of(registry), registry.list()) == ([], [])
     assert one(registry, path, engine_for=maker()).outcome is ADOPTED

@@ -13,7 +13,7 @@ from support.sample_engine import TokenEngine
 
 from llama_ckpt.db.connect import Database
 from llama_ckpt.errors import BadInput, DatabaseUnavailable, EngineFailed, StoreFull
-from llama_ckpt.fingerprint import input_hash
+from llama_ckpt.fingerprint import hash_input
 from llama_ckpt.values import MemoryKind, SaveOutcome, Status
 from llama_ckpt.warm import background
 from llama_ckpt.warm.batch import BatchInput
@@ -42,7 +42,7 @@ def n_distinct(inputs):
 def assert_as_cold(records, inputs):
     assert [record.index for record in records] == list(range(len(inputs)))
     assert [(r.next_token, r.confidence) for r in records] == [cold(ids) for ids in inputs]
-    assert [r.input_hash for r in records] == [input_hash(ids) for ids in inputs]
+    assert [r.input_hash for r in records] == [hash_input(ids) for ids in inputs]
     assert [r.n_kept + r.n_restored + r.n_evaluated for r in records] == [len(ids) for ids in inputs]
 
 
@@ -105,7 +105,7 @@ def test_a_shared_prefix_that_is_given_is_saved_once_under_its_own_text(registry
     inputs = [f"{text} {n} 7 8" for n in (1, 2, 3)]
     records = list(registry.batch(engine, inputs, shared_prefix=text, label="batch"))
     (row,) = registry.list()
-    assert (row.n_tokens, row.input_hash, row.label) == (40, input_hash(text), "batch")
+    assert (row.n_tokens, row.input_hash, row.label) == (40, hash_input(text), "batch")
     assert records[0].save.outcome is SaveOutcome.SAVED
     assert [r.checkpoint_id for r in records] == [row.id, None, None]
     assert registry.match(text, fingerprint=engine.fingerprint).checkpoint.id == row.id

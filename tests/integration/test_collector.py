@@ -7,11 +7,11 @@ import sqlalchemy as sa
 from support.whole import checkpoint_bytes
 
 from llama_ckpt.collector.collector import Collector
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_lease
-from llama_ckpt.errors import Busy, DatabaseUnavailable, EvidenceRefused, StoreUnavailable
+from llama_ckpt.errors import Busy, DatabaseUnavailable, StoreMismatch, StoreUnavailable
 from llama_ckpt.gc_values import GcKind, GcPlan
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Policy
@@ -23,7 +23,7 @@ HOUR_US = 3_600_000_000
 
 @pytest.fixture
 def collector(registry):
-    return Collector(registry.parts)
+    return Collector(registry.context)
 
 
 def age(registry, row, hours, *columns):
@@ -59,8 +59,8 @@ def hooked(registry, **actions):
         if action:
             action()
 
-    p = registry.parts
-    return Collector(Parts(database=p.database, store=p.store, registry_id=p.registry_id, hook=hook))
+    p = registry.context
+    return Collector(RegistryContext(database=p.database, store=p.store, registry_id=p.registry_id, hook=hook))
 
 
 # -- prune --------------------------------------------------------------------------------------------------------------
@@ -316,9 +316,9 @@ def test_symlinks_and_hard_links_lead_gc_nowhere(registry, engine, saved, collec
 def test_an_empty_registry_beside_a_full_folder_is_refused_unless_forced(registry, collector):
     for i in range(10):
         plant(registry, path_of(f"{i:032x}"))
-    with pytest.raises(EvidenceRefused, match=r"the registry is empty, but .* has 10 files"):
+    with pytest.raises(StoreMismatch, match=r"the registry is empty, but .* has 10 files"):
         plan_now(collector)
-    with pytest.raises(EvidenceRefused):
+    with pytest.raises(StoreMismatch):
         collector.plan(ghost_grace_s=0, force="wrong")
     collector.run(collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id))
 
@@ -328,7 +328,7 @@ def test_more_than_a_fifth_of_the_files_as_ghosts_is_refused_unless_forced(
 ):
     for i in range(10):
         plant(registry, path_of(f"{i:032x}"))
-    with pytest.raises(EvidenceRefused, match="10 of 11 files would go as ghosts"):
+    with pytest.raises(StoreMismatch, match="10 of 11 files would go as ghosts"):
         plan_now(collector)
     assert len(collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id).items) == 10
     left_in_store.add("orphan")
@@ -340,7 +340,7 @@ def test_more_than_a_fifth_of_the_rows_without_files_is_refused_unless_forced(
     rows = [registry.save(engine, f"input {i}").checkpoint for i in range(12)]
     for row in rows[:10]:
         (registry.store.root / row.file_path).unlink()
-    with pytest.raises(EvidenceRefused, match="the files of 10 of 12 rows are gone"):
+    with pytest.raises(StoreMismatch, match="the files of 10 of 12 rows are gone"):
         plan_now(collector)
     assert len(collector.plan(force=registry.registry_id).items) == 10
     left_in_store.add("missing")
@@ -352,9 +352,7 @@ def test_a_host_whose_clock_is_a_day_off_is_refused(registry, engine, saved, col
 
     real = time.time
     monkeypatch.setattr("llama_ckpt.collector.collector.time.time", lambda: real() + seconds)
-    with pytest.raises(
-        EvidenceRefused, match=rf"clock is {'.' if seconds > 0 else '-'}86[34]\d\d s from the database's"
-    ):
+    with pytest.raises(StoreMismatch, match=rf"clock is {'.' if seconds > 0 else '-'}86[34]\d\d s from the database's"):
         plan_now(collector)
 
 
@@ -413,7 +411,7 @@ def test_a_run_that_is_interrupted_between_two_files_records_those_that_went(reg
 def test_a_store_that_is_not_mounted_is_no_reason_to_forget_every_row(registry, engine, saved, collector, tmp_path):
     registry.store.root.rename(tmp_path / "unmounted")
     registry.store.root.mkdir()
-    with pytest.raises(EvidenceRefused, match="bears no marker of this registry: is it mounted"):
+    with pytest.raises(StoreMismatch, match="bears no marker of this registry: is it mounted"):
         plan_now(collector)
     registry.store.root.rmdir()
     with pytest.raises(StoreUnavailable):
@@ -426,7 +424,7 @@ def test_a_store_that_another_registry_marked_is_refused(registry, engine, saved
     marker = registry.store.root / "llama-ckpt-store.json"
     mine = marker.read_bytes()
     marker.write_text('{"registry_id": "somebody"}')
-    with pytest.raises(EvidenceRefused, match="belongs to registry somebody"):
+    with pytest.raises(StoreMismatch, match="belongs to registry somebody"):
         plan_now(collector)
     marker.write_bytes(mine)
 

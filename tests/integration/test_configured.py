@@ -25,7 +25,7 @@ def test_the_settings_file_names_store_and_limits(tmp_path, settings_file):
     settings_file(f'store = "{store.as_posix()}"\nmin_match_tokens = 5\n[policy]\nmax_bytes = "1GB"\n')
     with Registry.configured() as registry:
         assert registry.store.root == store
-        assert (registry.parts.min_match_tokens, registry.parts.policy.max_bytes) == (5, 10**9)
+        assert (registry.context.min_match_tokens, registry.context.policy.max_bytes) == (5, 10**9)
     assert (store / DATABASE_FILE).is_file()
 
 
@@ -35,7 +35,7 @@ def test_the_environment_goes_before_the_file(tmp_path, settings_file, monkeypat
     monkeypatch.setenv("LLAMA_CKPT_DATABASE_URL", database_url)
     with Registry.configured() as registry, Registry.open(database_url, tmp_path / "store") as same:
         assert registry.registry_id == same.registry_id
-        assert (registry.store.root, registry.parts.delta_depth) == (tmp_path / "store", 3)
+        assert (registry.store.root, registry.context.delta_depth) == (tmp_path / "store", 3)
 
 
 def test_without_any_setting_it_is_the_folder_of_the_user(tmp_path):

@@ -18,7 +18,7 @@ from llama_ckpt.db import rows
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_info
-from llama_ckpt.errors import BadInput, CommitUnanswered, Conflict, StoreFull
+from llama_ckpt.errors import BadInput, CommitOutcomeUnknown, Conflict, StoreFull
 from llama_ckpt.gc_values import GcKind
 from llama_ckpt.integrity.mend import Mender
 from llama_ckpt.integrity.verify import Verifier, all_ok
@@ -128,7 +128,7 @@ def test_states_of_another_model_or_layout_share_nothing(blocks_of_four, save):
 
 
 def test_a_registry_without_deltas_writes_every_state_full(registry, engine):
-    full = Registry(replace(registry.parts, delta_depth=0))
+    full = Registry(replace(registry.context, delta_depth=0))
     for ids in (STORY, [*STORY, 7]):
         engine.evaluate(ids)
         assert full.save(engine, ids).checkpoint.parent_no is None
@@ -153,10 +153,10 @@ def test_a_row_without_a_file_is_verified_pruned_collected_and_brought_back(bloc
     save(STORY)
     row = save(STORY[:25]).checkpoint
     assert all_ok(Verifier(blocks_of_four.database, blocks_of_four.store).checkpoint(row))
-    collector = Collector(blocks_of_four.parts)
+    collector = Collector(blocks_of_four.context)
     assert collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True).items == ()
     blocks_of_four.remove(row.id)
-    assert Mender(blocks_of_four.parts).unprune([blocks_of_four.get(row.id)])[0][1] == "ACTIVE"
+    assert Mender(blocks_of_four.context).unprune([blocks_of_four.get(row.id)])[0][1] == "ACTIVE"
     blocks_of_four.remove(row.id)
     report = collector.run(collector.plan(stale_grace_s=0))
     assert ([result for _, result in report.done], report.freed_bytes) == (["deleted"], 0)
@@ -254,7 +254,7 @@ def test_gc_marks_what_lost_its_file_though_pinned_and_needed_and_the_deltas_on_
     delta = save([*STORY, 7, 8]).checkpoint
     blocks_of_four.pin(story.id)
     path(blocks_of_four, story).unlink()
-    collector = Collector(blocks_of_four.parts)
+    collector = Collector(blocks_of_four.context)
     assert [(item.kind, result) for item, result in collector.run(collector.plan()).done] == [
         (GcKind.MISSING, "marked")
     ]
@@ -287,7 +287,7 @@ def test_a_stale_delta_is_not_flattened(blocks_of_four, save):
 def test_a_flatten_beyond_the_budget_is_refused_and_leaves_the_delta(blocks_of_four, engine, save):
     story = save(STORY).checkpoint
     delta = save([*STORY, 7]).checkpoint
-    tight = replace(blocks_of_four.parts, policy=Policy(max_bytes=story.file_size + delta.file_size + 3 * 4096))
+    tight = replace(blocks_of_four.context, policy=Policy(max_bytes=story.file_size + delta.file_size + 3 * 4096))
     with pytest.raises(StoreFull, match="max_bytes"):
         Registry(tight).flatten(delta.id)
     assert blocks_of_four.get(delta.id) == delta
@@ -299,7 +299,7 @@ def test_a_flatten_makes_no_room_by_what_it_flattens(blocks_of_four, engine, sav
     delta = save([*STORY, 7]).checkpoint
     policy = Policy(max_bytes=story.file_size + delta.file_size + 3 * 4096, order=Order.LRU)
     with pytest.raises(StoreFull, match="max_bytes"):
-        Registry(replace(blocks_of_four.parts, policy=policy)).flatten(delta.id)
+        Registry(replace(blocks_of_four.context, policy=policy)).flatten(delta.id)
     assert restored(blocks_of_four, engine, [*STORY, 7]).checkpoint.id == delta.id
 
 
@@ -321,16 +321,16 @@ def test_a_flatten_whose_commit_got_no_answer_keeps_the_file_that_the_row_names(
             if not named:
                 return
         named.clear()
-        raise CommitUnanswered(url="", reason="lost")
+        raise CommitOutcomeUnknown(url="", reason="lost")
 
-    parts = replace(blocks_of_four.parts, hook=lambda step: named.append(step) if step == "named" else None)
+    context = replace(blocks_of_four.context, hook=lambda step: named.append(step) if step == "named" else None)
     with monkeypatch.context() as patch:
         patch.setattr(Database, "write", unanswered)
         if kept:
-            assert Registry(parts).flatten(delta.id).parent_no is None
+            assert Registry(context).flatten(delta.id).parent_no is None
         else:
-            with pytest.raises(CommitUnanswered):
-                Registry(parts).flatten(delta.id)
+            with pytest.raises(CommitOutcomeUnknown):
+                Registry(context).flatten(delta.id)
             left_in_store.add("orphan")
     assert restored(blocks_of_four, engine, [*STORY, 7]).checkpoint.id == delta.id
 
@@ -376,13 +376,13 @@ def test_a_flatten_killed_at_any_step_leaves_the_delta_or_a_whole_checkpoint(
     store._hook = hook
     try:
         with pytest.raises(Killed):
-            Registry(replace(blocks_of_four.parts, hook=hook)).flatten(delta.id)
+            Registry(replace(blocks_of_four.context, hook=hook)).flatten(delta.id)
     finally:
         store._hook = lambda _step: None
     assert (blocks_of_four.get(delta.id).parent_no is None) == is_whole
     assert len(list(store.root.rglob("*.llam"))) == n_files
     assert restored(blocks_of_four, engine, [*STORY, 7]).outcome is Outcome.HIT
-    collector = Collector(blocks_of_four.parts)
+    collector = Collector(blocks_of_four.context)
     collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True, force=blocks_of_four.registry_id))
     assert len(list(store.root.rglob("*.llam"))) == 2
     left_in_store.add("temporary")  # its writer is this process, which lives
@@ -397,7 +397,7 @@ def test_a_reader_that_finds_a_flattened_deltas_old_file_gone_marks_nothing(bloc
         if step == "leased":
             blocks_of_four.flatten(delta.id)
 
-    reader = Registry(replace(blocks_of_four.parts, hook=hook))
+    reader = Registry(replace(blocks_of_four.context, hook=hook))
     engine.held = engine.held[:0]
     assert reader.restore(engine, [*STORY, 7]).outcome is Outcome.NO_MATCH
     assert blocks_of_four.get(delta.id).status is Status.ACTIVE
@@ -409,7 +409,7 @@ def test_prune_takes_deltas_before_what_they_stand_on(blocks_of_four, save):
     for n in range(3):
         save([*STORY, n, n])
     save([7] * 20)  # the newest stays
-    collector = Collector(blocks_of_four.parts)
+    collector = Collector(blocks_of_four.context)
     for left in (4, 3, 2, 1):
         assert len(collector.prune(collector.plan_prune(Policy(max_count=left)))) == 1
         assert collector.run(collector.plan(stale_grace_s=0)).n_failed == 0
@@ -419,7 +419,7 @@ def test_prune_takes_deltas_before_what_they_stand_on(blocks_of_four, save):
 def test_a_purge_of_a_parents_input_takes_the_deltas_that_need_it(blocks_of_four, save):
     story = save(STORY).checkpoint
     save([*STORY, 7])
-    report = Purger(blocks_of_four.parts).run(Purge(input_hash=story.input_hash))
+    report = Purger(blocks_of_four.context).run(Purge(input_hash=story.input_hash))
     assert (report.n_rows, report.n_files, blocks_of_four.list()) == (2, 2, [])
 
 
@@ -514,7 +514,7 @@ def test_a_deltas_file_alone_is_verified_as_far_as_it_goes(blocks_of_four, save)
 
 def test_a_budget_never_evicts_what_the_newcomer_stands_on(blocks_of_four, engine, save):
     story = save(STORY, prefill_ms=1).checkpoint
-    tight = Registry(replace(blocks_of_four.parts, policy=Policy(max_bytes=2 * story.file_size)))
+    tight = Registry(replace(blocks_of_four.context, policy=Policy(max_bytes=2 * story.file_size)))
     engine.evaluate([*STORY, 7])
     saved = tight.save(engine, [*STORY, 7], prefill_ms=10)
     assert (saved.outcome, saved.checkpoint.parent_no) == (SaveOutcome.SAVED, story.ckpt_no)

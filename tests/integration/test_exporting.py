@@ -22,7 +22,7 @@ GGSQ, GGSN, LLAM = ExportFormat.GGSQ, ExportFormat.GGSN, ExportFormat.LLAM
 
 
 def write(registry, row, path, kind=GGSQ, **options):
-    return export(registry.parts, row, path, ExportOptions(format=kind, **options))
+    return export(registry.context, row, path, ExportOptions(format=kind, **options))
 
 
 def saved_from(registry, engine):
@@ -81,7 +81,7 @@ def test_a_prompt_cache_names_the_architecture_and_leaves_the_last_cell_to_llama
 
 def test_a_checkpoint_that_was_a_prompt_cache_remembers_its_architecture(registry, tmp_path):
     path = samples.SAMPLES / samples.CONTEXT_V10
-    (found,) = adopt(registry.parts, [path], AdoptOptions(engine_for=lambda _: SampleEngine()))
+    (found,) = adopt(registry.context, [path], AdoptOptions(engine_for=lambda _: SampleEngine()))
     write(registry, found.checkpoint, tmp_path / "out", GGSN)
     assert engine_files.read(memoryview((tmp_path / "out").read_bytes()), "out").architecture == "llama"
 
@@ -90,7 +90,7 @@ def test_a_copy_is_adopted_by_another_registry(registry, saved, tmp_path):
     write(registry, saved, tmp_path / "out.llam", LLAM)
     assert (tmp_path / "out.llam").read_bytes() == (registry.store.root / saved.file_path).read_bytes()
     with Registry.open(store=tmp_path / "other") as other:
-        (found,) = adopt(other.parts, [tmp_path / "out.llam"], AdoptOptions())
+        (found,) = adopt(other.context, [tmp_path / "out.llam"], AdoptOptions())
         assert (found.outcome, found.checkpoint.input_hash) == (AdoptOutcome.ADOPTED, saved.input_hash)
 
 
@@ -205,7 +205,7 @@ def test_a_damaged_or_lost_checkpoint_is_not_exported(registry, saved, tmp_path,
 
 def test_it_is_leased_while_it_is_read_and_not_after(registry, saved, tmp_path):
     leases = []
-    parts = replace(registry.parts, hook=lambda step: leases.append((step, registry.get(saved.id).lease_until_us)))
+    parts = replace(registry.context, hook=lambda step: leases.append((step, registry.get(saved.id).lease_until_us)))
     export(parts, saved, tmp_path / "out", ExportOptions(format=GGSQ))
     assert [(step, until is not None) for step, until in leases] == [("leased", True)]
     assert registry.get(saved.id).lease_until_us is None

@@ -12,7 +12,7 @@ from support.links import wrong_links
 from support.sample_engine import TokenEngine
 
 from llama_ckpt.checkpoints import search as finding
-from llama_ckpt.checkpoints.search import Question
+from llama_ckpt.checkpoints.search import MatchQuery
 from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db import marks, prefixes, rows
 from llama_ckpt.db.tables import checkpoint_prefix, registry_info
@@ -83,7 +83,7 @@ def during(registry, action):
         if step == "looked up" and left:
             left.pop()()
 
-    return Registry(replace(registry.parts, hook=hook))
+    return Registry(replace(registry.context, hook=hook))
 
 
 def damage(registry, row, at=container.HEADER_SIZE + 1):
@@ -340,7 +340,7 @@ def test_what_goes_between_the_look_up_and_the_answer_is_a_miss_or_the_next_one(
             registry.remove(longer.id)
         else:
             registry.invalidate(engine.fingerprint)
-            collector = Collector(registry.parts)
+            collector = Collector(registry.context)
             collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True))
         if how == "its file":
             (registry.store.root / longer.file_path).unlink()
@@ -487,10 +487,10 @@ def test_links_are_exactly_those_of_active_rows_whatever_happens_to_them(registr
     assert again.id != rows[2].id
     assert registry.get(rows[2].id).stale_reason is StaleReason.EXPIRED
     assert wrong_links(registry) == []
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     collector.prune(collector.plan_prune(Policy(max_count=2)))
     assert wrong_links(registry) == []
-    mender = Mender(registry.parts)
+    mender = Mender(registry.context)
     back = [why for _, why in mender.unprune(mender.pruned_since(0))]
     assert "ACTIVE" in back
     assert wrong_links(registry) == []
@@ -506,7 +506,7 @@ def test_a_sound_orphan_gets_its_links_with_its_row(registry, save, find):
     with registry.database.write() as db:
         db.execute(sa.delete(meta))
     assert find(*run(9, 99)) is None
-    assert [result for _, result in Mender(registry.parts).repair(_ghosts(registry))] == ["registered again"]
+    assert [result for _, result in Mender(registry.context).repair(_ghosts(registry))] == ["registered again"]
     assert find(*run(9, 99)) == (row.id, 9)
 
 
@@ -529,7 +529,7 @@ def test_rows_of_a_version_without_links_are_linked_by_a_repair_once(registry, s
     with registry.database.write() as db:
         db.execute(sa.delete(checkpoint_prefix).where(checkpoint_prefix.c.ckpt_no != rows[0].ckpt_no))
     assert f"row {rows[1].ckpt_no} at token 7 has no link" in missing_links(registry, rows[:2])
-    mender = Mender(registry.parts)
+    mender = Mender(registry.context)
     assert mender.link() == 1, "one has links, one is damaged"
     assert find(*run(6, 76, 99)) == (rows[1].id, 7)
     assert mender.link() == 0
@@ -538,7 +538,7 @@ def test_rows_of_a_version_without_links_are_linked_by_a_repair_once(registry, s
 
 def test_a_row_that_goes_stale_before_it_is_linked_later_gets_no_links(registry, save, monkeypatch):
     row = save(*run(6))
-    links = links_of(row, finding.token_ids_of(registry.parts, row), BLOCK)
+    links = links_of(row, finding.token_ids_of(registry.context, row), BLOCK)
     registry.remove(row.id)
     with registry.database.write() as db:
         assert not prefixes.link_later(db, row.ckpt_no, links)
@@ -563,7 +563,7 @@ def test_a_deltas_token_ids_come_from_its_parents_files_too(registry, save, find
         its = checkpoint_prefix.c
         db.execute(sa.delete(checkpoint_prefix).where(its.ckpt_no == child.ckpt_no, its.n_tokens <= 6))
     now = registry.get(child.id)
-    ids = finding.token_ids_of(registry.parts, now)
+    ids = finding.token_ids_of(registry.context, now)
     assert (ids.tolist(), tokens_hash(ids)) == (run(6, 90, 91, 92, 93), child.tokens_hash)
     assert find(*run(6, 90, 91, 92, 99)) == (child.id, 9)
     damage(registry, parent)
@@ -572,7 +572,7 @@ def test_a_deltas_token_ids_come_from_its_parents_files_too(registry, save, find
 
 
 def test_a_question_without_an_input_has_no_token_ids():
-    assert Question(of_input=bytes(32)).ids() is None
+    assert MatchQuery(input_hash=bytes(32)).ids() is None
 
 
 @pytest.mark.parametrize("question", ["newest", "by input", "sharing", "ending"])

@@ -24,7 +24,7 @@ ORPHAN = path_of("0123456789abcdef" * 2)
 
 @pytest.fixture
 def collector(registry):
-    return Collector(registry.parts)
+    return Collector(registry.context)
 
 
 def plant(registry, name, data=None, age_s=2 * HOUR_S):

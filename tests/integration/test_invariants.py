@@ -144,7 +144,7 @@ def test_links_leave_with_the_stale_mark_however_it_is_made(registry, engine, pl
     if how == "invalidate":
         registry.invalidate(engine.fingerprint)
     elif how == "prune":
-        collector = Collector(registry.parts)
+        collector = Collector(registry.context)
         collector.prune(collector.plan_prune(Policy(max_age_s=-1)))
     else:
         getattr(registry, how)(row.id)
@@ -169,7 +169,7 @@ def test_a_parent_of_a_living_delta_is_neither_removed_nor_pruned_and_leaves_go_
     with pytest.raises(BadInput, match="a delta needs it"):
         registry.remove(root.id)
     newest = plant(9)
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     assert [v.row.id for v in collector.prune(collector.plan_prune(Policy(max_count=2)))] == [child.id]
     invariants_hold(registry)
     assert [v.row.id for v in collector.prune(collector.plan_prune(Policy(max_age_s=-1)))] == [root.id]
@@ -180,7 +180,7 @@ def test_a_whole_chain_that_is_too_old_goes_in_one_prune(registry, plant):
     root = plant(1, "a")
     child = plant(2, "a", "b", parent=root, covered=1)
     plant(9)
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     assert {v.row.id for v in collector.prune(collector.plan_prune(Policy(max_age_s=-1)))} == {root.id, child.id}
     invariants_hold(registry)
 
@@ -196,7 +196,7 @@ def test_a_delta_of_a_parent_that_went_stale_is_not_added(registry, engine, plan
 def test_a_parent_that_got_a_child_after_the_plan_survives_the_prune(registry, plant):
     root = plant(1, "a")
     plant(9)
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     verdicts = collector.plan_prune(Policy(max_age_s=-1))
     assert [v.row.id for v in verdicts] == [root.id]
     plant(2, "a", "b", parent=root, covered=1)
@@ -209,7 +209,7 @@ def test_gc_takes_a_stale_delta_before_its_stale_parent_and_both_in_one_run(regi
     child = plant(2, "a", "b", parent=root, covered=1)
     plant(3, "a", "b", "c", parent=child, covered=2)
     registry.report_bad(root.id)
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     report = collector.run(collector.plan(stale_grace_s=0, force=registry.registry_id))
     assert {result for _, result in report.done} == {"deleted"}
     assert registry.list() == []
@@ -221,7 +221,7 @@ def test_gc_keeps_a_stale_parent_whose_delta_is_still_within_the_grace(registry,
     registry.report_bad(root.id)
     with registry.database.write() as db:
         db.execute(sa.update(meta).where(meta.c.ckpt_no == root.ckpt_no).values(stale_us=1))
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     report = collector.run(collector.plan(stale_grace_s=3600, force=registry.registry_id))
     assert "skipped: used, pinned, leased or needed by a delta" in {result for _, result in report.done}
     assert {c.ckpt_no for c in registry.list()} >= {root.ckpt_no}
@@ -238,7 +238,7 @@ def test_the_database_refuses_to_delete_a_row_that_a_delta_names(registry, plant
 
 def test_threads_that_add_children_and_prune_their_parent_keep_every_invariant(registry, engine, plant):
     roots = [plant(100 + i, f"root {i}") for i in range(8)]
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     barrier, errors = threading.Barrier(4), []
 
     def add_children(offset):

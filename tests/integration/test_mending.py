@@ -28,7 +28,7 @@ from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
 
 @pytest.fixture
 def mender(registry):
-    return Mender(registry.parts)
+    return Mender(registry.context)
 
 
 def hooked(registry, **actions):
@@ -38,7 +38,7 @@ def hooked(registry, **actions):
         if action := actions.pop(step, None):
             action()
 
-    return Mender(replace(registry.parts, hook=hook))
+    return Mender(replace(registry.context, hook=hook))
 
 
 def set_row(registry, row, **values):
@@ -57,7 +57,7 @@ def results(mended):
 
 
 def collect(registry):
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     return collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True))
 
 
@@ -96,7 +96,7 @@ def repair(registry, mender):
 def test_what_prune_marked_comes_back_by_the_time_since_when(registry, engine, mender):
     rows = [registry.save(engine, text).checkpoint for text in ("one", "two", "the newest stays")]
     before = registry.clock_us()
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     assert len(collector.prune(collector.plan_prune(Policy(max_age_s=-1)))) == 2
     set_row(registry, rows[0], stale_us=before - 3_600_000_000)
     found = mender.pruned_since(before - 1000)
@@ -171,7 +171,7 @@ def test_a_newer_checkpoint_whose_time_is_over_is_in_nobodys_way(registry, engin
 def test_an_expired_checkpoint_comes_back_without_its_expiry(registry, engine, mender):
     row = registry.save(engine, "one", expires_in_s=60).checkpoint
     set_row(registry, row, expires_us=1)
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     collector.prune(collector.plan_prune(Policy()))
     assert registry.get(row.id).stale_reason is StaleReason.EXPIRED
     assert results(mender.unprune([registry.get(row.id)])) == ["ACTIVE"]
@@ -268,7 +268,7 @@ def test_a_store_whose_database_was_lost_is_registered_again_whole(registry, eng
     (registry.store.root / MARKER).unlink()  # as the refusal of the new registry says
     url = f"sqlite:///{tmp_path / 'new.sqlite3'}"
     with Registry.open(url, registry.store.root) as new:
-        mended = Mender(new.parts).repair(Verifier(new.database, new.store).findings())
+        mended = Mender(new.context).repair(Verifier(new.database, new.store).findings())
         assert results(mended) == ["registered again"] * 2
         assert [new.restore(engine, text).outcome for text in ("one", "two")] == [Outcome.HIT] * 2
         assert new.save(engine, "three").outcome is SaveOutcome.SAVED
@@ -394,7 +394,7 @@ def test_a_file_that_gc_takes_while_it_is_registered_gets_no_row(registry, saved
 def test_a_file_that_gc_would_take_is_counted_once_when_it_has_a_row(registry, saved, mender):
     path = plant(registry)
     os.utime(path, (1_000_000_000, 1_000_000_000))
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     collector.run(collector.plan())
     assert repair(registry, mender) == {FindingKind.ORPHAN: "registered again"}
     with registry.database.read() as db:

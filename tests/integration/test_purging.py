@@ -16,7 +16,7 @@ from llama_ckpt.db import collecting, rows
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_lease, save_claim
 from llama_ckpt.errors import BadInput, Busy, Conflict, StoreUnavailable
-from llama_ckpt.fingerprint import input_hash
+from llama_ckpt.fingerprint import hash_input
 from llama_ckpt.integrity.mend import Mender
 from llama_ckpt.store.marker import MARKER
 from llama_ckpt.store.store import path_of
@@ -27,7 +27,7 @@ GHOST_TEXT = "found without a row"
 
 @pytest.fixture
 def purger(registry):
-    return Purger(registry.parts)
+    return Purger(registry.context)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def hooked(registry, **actions):
         if action := actions.pop(step.replace(" ", "_"), None):
             action()
 
-    return Purger(replace(registry.parts, hook=hook))
+    return Purger(replace(registry.context, hook=hook))
 
 
 def set_row(registry, row, **values):
@@ -115,7 +115,7 @@ def test_many_rows_go_in_batches_and_deltas_before_what_they_stand_on(registry, 
         engine.evaluate(list(range(n_tokens)))
         registry.save(engine, list(range(n_tokens)), label="story")
     monkeypatch.setattr("llama_ckpt.collector.purge._AT_ONCE", 2)
-    report = Purger(registry.parts).run(Purge(label="story"))
+    report = Purger(registry.context).run(Purge(label="story"))
     assert (report.n_rows, report.n_files) == (5, 5)
     assert [row.id for row in registry.list()] == [kept.id]
     with registry.database.read() as db:
@@ -127,10 +127,10 @@ def test_the_checkpoints_of_an_input_go_whatever_their_model_and_status(registry
     registry.remove(first.id)
     registry.save(engine, "one")
     registry.save(other_model, "one")
-    of_input = Purge(input_hash=input_hash("one"))
-    assert len(purger.plan(of_input)) == 3
+    input_hash = Purge(input_hash=hash_input("one"))
+    assert len(purger.plan(input_hash)) == 3
     assert len(registry.list()) == 4, "a plan changes nothing"
-    report = purger.run(of_input)
+    report = purger.run(input_hash)
     assert (report.n_rows, report.n_files, report.n_ghosts) == (3, 3, 0)
     assert report.freed_bytes > 3 * len(checkpoint_bytes()) // 2
     nothing_is_left_but(registry, kept)
@@ -174,9 +174,9 @@ def test_pins_and_leases_do_not_hold(registry, engine, kept, purger):
 def test_deltas_go_with_what_they_need(registry, engine, saved, kept, purger):
     child = plant_delta(registry, saved, 7)
     grandchild = plant_delta(registry, child, 8)
-    planned = [seen.id for seen, _ in purger.plan(Purge(input_hash=input_hash("one")))]
+    planned = [seen.id for seen, _ in purger.plan(Purge(input_hash=hash_input("one")))]
     assert planned == [grandchild.id, child.id, saved.id]
-    assert purger.run(Purge(input_hash=input_hash("one"))).n_rows == 3
+    assert purger.run(Purge(input_hash=hash_input("one"))).n_rows == 3
     nothing_is_left_but(registry, kept)
 
 
@@ -206,9 +206,9 @@ def test_a_purge_of_nothing_named_or_of_two_things_is_refused(given):
 )
 def test_files_without_a_row_go_by_what_their_headers_say(registry, engine, kept, purger, place):
     path = plant(registry, place)
-    assert purger.run(Purge(input_hash=input_hash("another input"))).n_ghosts == 0
+    assert purger.run(Purge(input_hash=hash_input("another input"))).n_ghosts == 0
     assert path.exists()
-    report = purger.run(Purge(input_hash=input_hash(GHOST_TEXT)))
+    report = purger.run(Purge(input_hash=hash_input(GHOST_TEXT)))
     assert (report.n_rows, report.n_ghosts, report.freed_bytes) == (0, 1, len(checkpoint_bytes(GHOST_TEXT)))
     nothing_is_left_but(registry, kept)
 
@@ -224,16 +224,16 @@ def test_files_without_a_row_go_by_their_model(registry, other_model, kept, purg
 
 def test_a_ghost_that_is_purged_counts_against_no_budget(registry, kept, purger):
     os.utime(plant(registry), (1_000_000_000, 1_000_000_000))
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     collector.run(collector.plan())
-    purger.run(Purge(input_hash=input_hash(GHOST_TEXT)))
+    purger.run(Purge(input_hash=hash_input(GHOST_TEXT)))
     with registry.database.read() as db:
         assert collecting.used_bytes(db) == kept.file_size + collecting.BLOCK_BYTES
 
 
 def test_unreadable_files_are_left_to_gc_and_go_with_everything(registry, kept, purger):
     path = plant(registry, data=b"no checkpoint")
-    assert purger.run(Purge(input_hash=input_hash("one"))).n_ghosts == 0
+    assert purger.run(Purge(input_hash=hash_input("one"))).n_ghosts == 0
     assert path.exists()
     assert purger.run(Purge(everything=True)).n_ghosts == 1
     assert not path.exists()
@@ -311,8 +311,8 @@ def test_a_file_that_cannot_be_deleted_is_told_and_the_next_run_finishes_it(
     registry, engine, saved, purger, monkeypatch, by
 ):
     rows = [registry.save(engine, f"input {i}", label="secret").checkpoint for i in range(3)]
-    of_input = input_hash("input 1")
-    purge = Purge(**{by: {"label": "secret", "input_hash": of_input, "model_name": "sample", "everything": True}[by]})
+    input_hash = hash_input("input 1")
+    purge = Purge(**{by: {"label": "secret", "input_hash": input_hash, "model_name": "sample", "everything": True}[by]})
     real = registry.store.remove
 
     def remove(path, **options):
@@ -349,7 +349,7 @@ def test_a_delta_that_comes_too_late_is_refused(registry, engine, saved, kept):
             plant_delta(registry, saved, 7)
         seen.append(True)
 
-    assert hooked(registry, rows_condemned=add_delta).run(Purge(input_hash=input_hash("one"))).n_rows == 1
+    assert hooked(registry, rows_condemned=add_delta).run(Purge(input_hash=hash_input("one"))).n_rows == 1
     assert seen
     nothing_is_left_but(registry, kept)
 
@@ -359,9 +359,9 @@ def test_an_unprune_meanwhile_brings_nothing_back(registry, engine, saved, kept)
     said = []
 
     def unprune():
-        said.extend(r for _, r in Mender(registry.parts).unprune([before, registry.get(saved.id)]))
+        said.extend(r for _, r in Mender(registry.context).unprune([before, registry.get(saved.id)]))
 
-    hooked(registry, rows_condemned=unprune).run(Purge(input_hash=input_hash("one")))
+    hooked(registry, rows_condemned=unprune).run(Purge(input_hash=hash_input("one")))
     assert "ACTIVE" not in said
     assert len(said) == 2
     nothing_is_left_but(registry, kept)
@@ -380,6 +380,6 @@ def test_a_purge_that_is_cut_off_is_finished_by_the_next_purge_or_gc(registry, e
     if by == "purge":
         purger.run(Purge(label="secret"))
     else:
-        collector = Collector(registry.parts)
+        collector = Collector(registry.context)
         collector.run(collector.plan(stale_grace_s=0))
     assert ids(registry) == files_of(registry) == {kept.id}

@@ -16,7 +16,7 @@ from llama_ckpt.collector.collector import Collector
 from llama_ckpt.collector.purge import Purge, Purger
 from llama_ckpt.db import collecting
 from llama_ckpt.db.connect import sqlite_url
-from llama_ckpt.gc_values import SeenRow
+from llama_ckpt.gc_values import RowVersion
 from llama_ckpt.integrity.mend import Mender
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Policy
@@ -68,14 +68,14 @@ def a_day_of_work(registry, engine):
     registry.restore(engine, "input 1")
     registry.pin(ids[1])
     registry.remove(ids[2])
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     policy = Policy(max_count=5)
     marked = collector.prune(collector.plan_prune(policy))
     assert marked
-    Mender(registry.parts).unprune([registry.get(marked[0].row.id)])
+    Mender(registry.context).unprune([registry.get(marked[0].row.id)])
     (registry.store.root / registry.get(ids[7]).file_path).unlink()
     collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True))
-    Purger(registry.parts).run(Purge(input_hash=registry.get(ids[1]).input_hash))
+    Purger(registry.context).run(Purge(input_hash=registry.get(ids[1]).input_hash))
 
 
 def test_the_statements_of_saves_restores_marks_and_gc_walk_no_table(sqlite_registry, engine, statements, tmp_path):
@@ -86,7 +86,7 @@ def test_the_statements_of_saves_restores_marks_and_gc_walk_no_table(sqlite_regi
 
 def test_a_save_under_a_budget_walks_an_index_of_the_sizes_and_no_table(sqlite_registry, engine, statements, tmp_path):
     size = sqlite_registry.save(engine, "input 0").checkpoint.file_size
-    budget = replace(sqlite_registry.parts, policy=Policy(max_bytes=3 * (size + 4096)))
+    budget = replace(sqlite_registry.context, policy=Policy(max_bytes=3 * (size + 4096)))
     limited = Registry(budget)
     for n in range(1, 6):
         limited.save(engine, f"input {n}")
@@ -102,7 +102,7 @@ def test_a_save_under_a_budget_walks_an_index_of_the_sizes_and_no_table(sqlite_r
 
 
 def test_a_walk_would_be_noticed(sqlite_registry, engine, statements, tmp_path):
-    rows = [SeenRow.of(sqlite_registry.save(engine, f"input {n}").checkpoint) for n in range(2)]
+    rows = [RowVersion.of(sqlite_registry.save(engine, f"input {n}").checkpoint) for n in range(2)]
     with sqlite_registry.database.write() as db:
         db.exec_driver_sql("CREATE INDEX by_status ON llama_checkpoint_meta (status, last_used_us)")
         assert collecting.mark_untouched(db, dict.fromkeys(rows, StaleReason.EVICTED))

@@ -13,7 +13,7 @@ from support.sample_engine import NOTHING, SampleEngine, TokenEngine
 from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db import marks, rows
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
-from llama_ckpt.errors import BadInput, EngineStateMismatch, EvidenceRefused, NotFound, StoreUnavailable
+from llama_ckpt.errors import BadInput, EngineStateMismatch, NotFound, StoreMismatch, StoreUnavailable
 from llama_ckpt.formats.kv.layout import Dialect
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
@@ -481,8 +481,8 @@ def test_a_wrong_or_unmounted_store_costs_nothing(registry, engine, saved, tmp_p
                 wrong.save(engine, text)
         warmed = wrong.warm(engine, "one")
         assert isinstance(warmed.problem, StoreUnavailable)
-        with pytest.raises(EvidenceRefused):
-            Collector(wrong.parts).plan()
+        with pytest.raises(StoreMismatch):
+            Collector(wrong.context).plan()
     assert not list((tmp_path / "typo").rglob("*.llam"))
     assert registry.get(saved.id).status is Status.ACTIVE
     assert registry.restore(engine, "one").outcome is Outcome.HIT
@@ -490,7 +490,7 @@ def test_a_wrong_or_unmounted_store_costs_nothing(registry, engine, saved, tmp_p
 
 def test_a_store_whose_files_are_really_gone_is_taken_anew_by_force(registry, engine, saved, tmp_path, database_url):
     with Registry.open(database_url, tmp_path / "new") as new:
-        collector = Collector(new.parts)
+        collector = Collector(new.context)
         collector.run(collector.plan(force=new.registry_id))
         assert new.get(saved.id).stale_reason is StaleReason.MISSING
         assert new.warm(engine, "one").save.outcome is SaveOutcome.SAVED
@@ -533,7 +533,7 @@ def test_a_row_that_is_gone_lends_its_number_to_no_other(tmp_path, engine):
     with Registry.open(store=tmp_path / "store") as opened:
         first = opened.save(engine, "one").checkpoint
         opened.remove(first.id)
-        collector = Collector(opened.parts)
+        collector = Collector(opened.context)
         collector.run(collector.plan(stale_grace_s=0))
         assert opened.save(engine, "two").checkpoint.ckpt_no > first.ckpt_no
 

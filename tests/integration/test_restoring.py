@@ -106,7 +106,7 @@ def test_a_restore_gives_back_its_own_lease_and_leaves_that_of_a_later_reader(re
                 with registry.database.write() as db:
                     held.append(leases.lease(db, saved, 3600))
 
-    registry = Registry(replace(registry.parts, hook=while_it_reads))
+    registry = Registry(replace(registry.context, hook=while_it_reads))
     assert registry.restore(engine, "one").outcome is Outcome.HIT
     first, later = held
     now = registry.get(saved.id)

@@ -15,13 +15,13 @@ import sqlalchemy as sa
 
 from llama_ckpt.collector import schedule as module
 from llama_ckpt.collector.collector import Collector
-from llama_ckpt.collector.schedule import CollectorSchedule, Standing, holder_of, run_once, statuses
+from llama_ckpt.collector.schedule import CollectorSchedule, ScheduleState, holder_of, run_once, statuses
 from llama_ckpt.collector.triggers import Trigger
 from llama_ckpt.db import coordination
 from llama_ckpt.db import schedules as rows
 from llama_ckpt.db.tables import gc_schedule
-from llama_ckpt.errors import BadInput, DatabaseUnavailable, EvidenceRefused, StoreUnavailable
-from llama_ckpt.gc_values import Sweep
+from llama_ckpt.errors import BadInput, DatabaseUnavailable, StoreMismatch, StoreUnavailable
+from llama_ckpt.gc_values import CollectionSummary
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Policy
 from llama_ckpt.store.marker import MARKER
@@ -31,7 +31,7 @@ PATIENCE_S = 20
 HOUR = 3600
 EACH_HOUR = Trigger.of(every="1h")
 AGAIN_AND_AGAIN = Trigger(spec="every 1s", every_s=0.05)  # a hurried second
-NOTHING = Sweep(n_marked=0, n_items=0, n_failed=0, freed_bytes=0)
+NOTHING = CollectionSummary(n_marked=0, n_items=0, n_failed=0, freed_bytes=0)
 
 
 class Runs:
@@ -59,24 +59,24 @@ def runs():
 
 
 def with_hook(registry, hook):
-    return dataclasses.replace(registry.parts, hook=hook)
+    return dataclasses.replace(registry.context, hook=hook)
 
 
 def only_status(registry):
-    (found,) = statuses(registry.parts)
+    (found,) = statuses(registry.context)
     return found
 
 
 def due_in_s(registry):
     """Seconds until the stored next run, by the database's clock."""
     with registry.database.read() as db:
-        row = rows.get(db, holder_of(registry.parts))
+        row = rows.get(db, holder_of(registry.context))
     return (row.next_us - row.now_us) / 1e6
 
 
 def killed(registry, runs, trigger=EACH_HOUR):
     """A schedule ran once, and its process was killed: nobody told the row. (What is left of it here is stopped.)"""
-    made = CollectorSchedule(registry.parts, Policy(), trigger, jitter_s=0, on_run=runs)
+    made = CollectorSchedule(registry.context, Policy(), trigger, jitter_s=0, on_run=runs)
     made._keep = lambda write, keep=made._keep: keep(write) if runs.seen == [] else None
     made.start()
     runs.wait()
@@ -90,7 +90,7 @@ def test_the_first_run_is_at_once_and_prunes_and_frees_by_the_policy(registry, e
     old = registry.save(engine, "old").checkpoint
     registry.save(engine, "new")
     policy = Policy(max_count=1, order="oldest", stale_grace_s=0)
-    with CollectorSchedule(registry.parts, policy, EACH_HOUR, jitter_s=0, on_run=runs):
+    with CollectorSchedule(registry.context, policy, EACH_HOUR, jitter_s=0, on_run=runs):
         (run,) = runs.wait()
     assert (run.sweep.n_marked, run.sweep.n_items, run.sweep.n_failed) == (1, 1, 0)
     assert run.sweep.freed_bytes == old.file_size
@@ -109,11 +109,11 @@ def test_the_next_run_is_stored_before_the_work_begins(registry, runs):
 
 
 def test_status_tells_who_runs_what_and_when(registry, runs):
-    with CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
+    with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         (run,) = runs.wait()
         found = only_status(registry)
     assert found.holder == f"{socket.gethostname()[:60]}:{registry.store.root}"[: len(found.holder)]
-    assert (found.spec, found.standing) == ("every 1h", Standing.WAITING)
+    assert (found.spec, found.standing) == ("every 1h", ScheduleState.WAITING)
     assert found.last_result == run.result
     assert abs(found.next_us - run.next_us) < 60e6
     assert found.started_us <= found.last_us < found.next_us
@@ -129,7 +129,7 @@ def test_a_schedule_by_cron_waits_for_its_time(registry, runs):
 
 
 def test_each_run_is_delayed_at_random_within_the_jitter(registry, runs):
-    with CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=600, on_run=runs):
+    with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=600, on_run=runs):
         (run,) = runs.wait()
     delays = {round(EACH_HOUR.build(600).get_next_fire_time(None, datetime.now(UTC)).timestamp(), 3) for _ in range(20)}
     assert len(delays) > 10
@@ -137,7 +137,7 @@ def test_each_run_is_delayed_at_random_within_the_jitter(registry, runs):
 
 
 def test_a_schedule_runs_again_and_again_without_drifting_apart(registry, runs):
-    with CollectorSchedule(registry.parts, Policy(), AGAIN_AND_AGAIN, jitter_s=0, on_run=runs):
+    with CollectorSchedule(registry.context, Policy(), AGAIN_AND_AGAIN, jitter_s=0, on_run=runs):
         first, second, *_ = runs.wait(2)
     beats = (second.next_us - first.next_us) / 50_000
     assert abs(beats - round(beats)) < 0.01  # however long a run takes
@@ -149,7 +149,7 @@ def test_a_schedule_runs_again_and_again_without_drifting_apart(registry, runs):
 def test_a_run_that_meets_another_one_says_so_and_is_no_failure(registry, runs, caplog):
     with registry.database.write() as db:
         assert coordination.take_lease(db, "gc", "another host", 300) is not None
-    with CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
+    with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         (run,) = runs.wait()
     assert run.busy
     assert only_status(registry).last_result.startswith("another run was under way")
@@ -160,7 +160,7 @@ def test_a_run_that_meets_another_one_says_so_and_is_no_failure(registry, runs, 
 @pytest.mark.parametrize(
     "error",
     [
-        EvidenceRefused(evidence="the store is empty", registry_id="ab"),
+        StoreMismatch(evidence="the store is empty", registry_id="ab"),
         StoreUnavailable(path="/store", reason="it is not mounted"),
         DatabaseUnavailable(url="postgresql://host", reason="the server is gone"),
     ],
@@ -181,7 +181,7 @@ def test_a_run_that_fails_is_logged_and_recorded_and_the_schedule_goes_on(regist
         results.append(only_status(registry).last_result)
         runs(run)
 
-    with CollectorSchedule(registry.parts, Policy(), AGAIN_AND_AGAIN, jitter_s=0, on_run=on_run):
+    with CollectorSchedule(registry.context, Policy(), AGAIN_AND_AGAIN, jitter_s=0, on_run=on_run):
         failed, went_on, *_ = runs.wait(2)
     assert (failed.problem, failed.sweep) == (error, None)
     assert (went_on.problem, went_on.sweep) == (None, NOTHING)
@@ -193,10 +193,10 @@ def test_a_store_that_is_not_there_is_no_reason_to_free_anything(registry, saved
     marker = registry.store.root / MARKER
     kept = marker.read_bytes()
     marker.unlink()
-    with CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
+    with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         (run,) = runs.wait()
     marker.write_bytes(kept)
-    assert isinstance(run.problem, EvidenceRefused)
+    assert isinstance(run.problem, StoreMismatch)
     assert "is it mounted" in only_status(registry).last_result
     assert registry.get(saved.id).status is Status.ACTIVE
 
@@ -212,7 +212,7 @@ def test_a_fault_of_the_program_is_logged_with_its_traceback_and_the_schedule_go
         return NOTHING
 
     monkeypatch.setattr(Collector, "sweep", sweep)
-    with CollectorSchedule(registry.parts, Policy(), AGAIN_AND_AGAIN, jitter_s=0, on_run=runs):
+    with CollectorSchedule(registry.context, Policy(), AGAIN_AND_AGAIN, jitter_s=0, on_run=runs):
         failed, went_on, *_ = runs.wait(2)
     assert failed.result == "failed: internal error: ZeroDivisionError: no such luck"
     assert went_on.sweep == NOTHING
@@ -230,9 +230,9 @@ def test_a_database_that_goes_away_in_the_night_is_waited_for(registry, runs, ca
         real(*arguments)
 
     monkeypatch.setattr(rows, "set_next", set_next)
-    with CollectorSchedule(registry.parts, Policy(), AGAIN_AND_AGAIN, jitter_s=0, on_run=runs):
+    with CollectorSchedule(registry.context, Policy(), AGAIN_AND_AGAIN, jitter_s=0, on_run=runs):
         runs.wait(3)
-        assert only_status(registry).standing is Standing.WAITING
+        assert only_status(registry).standing is ScheduleState.WAITING
     assert caplog.text.count("the schedule's row was not written") == 2
 
 
@@ -253,7 +253,7 @@ def test_a_run_that_takes_longer_than_the_interval_is_not_joined_by_a_second_one
     with Told(with_hook(registry, hook), Policy(), AGAIN_AND_AGAIN, jitter_s=0, on_run=runs):
         assert put_off.wait(PATIENCE_S)
         assert len(at_work) <= 1  # a slow machine may not have come so far yet
-        assert only_status(registry).standing is Standing.WAITING
+        assert only_status(registry).standing is ScheduleState.WAITING
         go_on.set()
         runs.wait(1)
 
@@ -263,7 +263,7 @@ def test_an_error_of_whoever_listens_does_not_stop_the_schedule(registry, runs, 
         runs(run)
         raise RuntimeError("the listener's own")
 
-    with CollectorSchedule(registry.parts, Policy(), AGAIN_AND_AGAIN, jitter_s=0, on_run=on_run):
+    with CollectorSchedule(registry.context, Policy(), AGAIN_AND_AGAIN, jitter_s=0, on_run=on_run):
         runs.wait(2)
     assert "the listener's own" in caplog.text
 
@@ -290,7 +290,7 @@ def test_stop_waits_for_the_run_in_progress_and_the_row_says_stopped(registry, r
     assert not stopping.is_alive()
     assert len(runs.seen) == 1
     found = only_status(registry)
-    assert (found.standing, found.next_us) == (Standing.STOPPED, None)
+    assert (found.standing, found.next_us) == (ScheduleState.STOPPED, None)
     assert found.last_result == runs.seen[0].result
     started.stop()  # once more is nothing
 
@@ -307,70 +307,70 @@ def test_stop_with_a_timeout_leaves_a_run_to_itself(registry, runs):
     started.start()
     assert working.wait(PATIENCE_S)
     started.stop(timeout_s=0.01)
-    assert only_status(registry).standing is Standing.STOPPED
+    assert only_status(registry).standing is ScheduleState.STOPPED
     go_on.set()
     runs.wait()
 
 
 def test_a_stopped_schedule_can_be_started_again(registry, runs):
-    made = CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=0, on_run=runs)
+    made = CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs)
     for _ in range(2):
         with made:
             runs.wait(1)
-            assert only_status(registry).standing is Standing.WAITING
+            assert only_status(registry).standing is ScheduleState.WAITING
     assert len(runs.seen) == 1  # the hour is not over
 
 
 def test_the_process_after_a_killed_one_waits_until_that_one_would_have_run(registry, runs):
     killed(registry, runs)
     before = only_status(registry)
-    assert before.standing is Standing.WAITING
-    with CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
+    assert before.standing is ScheduleState.WAITING
+    with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         assert abs(only_status(registry).next_us - before.next_us) < 5e6
     assert len(runs.seen) == 1
 
 
 def test_a_killed_process_shows_as_gone_and_the_next_one_makes_up_for_its_run(registry, runs):
     with registry.database.write() as db:
-        rows.put(db, holder_of(registry.parts), "every 1h", -120)
-    assert only_status(registry).standing is Standing.OVERDUE
-    with CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
+        rows.put(db, holder_of(registry.context), "every 1h", -120)
+    assert only_status(registry).standing is ScheduleState.OVERDUE
+    with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         runs.wait()
-        assert only_status(registry).standing is Standing.WAITING
+        assert only_status(registry).standing is ScheduleState.WAITING
 
 
 def test_a_missed_run_by_cron_is_made_up_for_as_well(registry, runs):
     with registry.database.write() as db:
-        rows.put(db, holder_of(registry.parts), "0 0 1 1 *", -7200)
-    with CollectorSchedule(registry.parts, Policy(), Trigger.of(cron="0 0 1 1 *"), jitter_s=0, on_run=runs):
+        rows.put(db, holder_of(registry.context), "0 0 1 1 *", -7200)
+    with CollectorSchedule(registry.context, Policy(), Trigger.of(cron="0 0 1 1 *"), jitter_s=0, on_run=runs):
         runs.wait()
 
 
 def test_a_new_interval_counts_from_the_last_run(registry, runs):
     killed(registry, runs)
-    with CollectorSchedule(registry.parts, Policy(), Trigger.of(every="30m"), jitter_s=0, on_run=runs):
+    with CollectorSchedule(registry.context, Policy(), Trigger.of(every="30m"), jitter_s=0, on_run=runs):
         assert HOUR / 2 - 60 < due_in_s(registry) <= HOUR / 2
         assert only_status(registry).spec == "every 30m"
 
 
 def test_processes_that_live_shorter_than_the_interval_collect_all_the_same(registry, runs):
-    with CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
+    with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         runs.wait()
     with registry.database.write() as db:  # the last run was 50 minutes ago
         earlier = gc_schedule.c.last_us - 50 * 60 * 1_000_000
         db.execute(sa.update(gc_schedule).values(last_us=earlier))
-    with CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
+    with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         assert 9 * 60 < due_in_s(registry) <= 10 * 60
 
 
 def test_a_second_process_of_the_host_takes_the_row_over_and_the_first_ones_end_does_not_stop_it(registry, runs):
-    first = CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=0, on_run=runs)
+    first = CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs)
     first.start()
     runs.wait()
-    with CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
+    with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         first.stop()
-        assert only_status(registry).standing is Standing.WAITING
-    assert only_status(registry).standing is Standing.STOPPED
+        assert only_status(registry).standing is ScheduleState.WAITING
+    assert only_status(registry).standing is ScheduleState.STOPPED
 
 
 def test_a_second_process_that_makes_the_row_at_the_same_moment_is_no_error(registry, runs, monkeypatch):
@@ -381,7 +381,7 @@ def test_a_second_process_that_makes_the_row_at_the_same_moment_is_no_error(regi
         raise module.Conflict(what="gc_schedule")
 
     monkeypatch.setattr(rows, "get", get)
-    with CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
+    with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         runs.wait()
 
 
@@ -390,11 +390,11 @@ def test_a_schedule_that_cannot_be_stored_does_not_begin(registry, runs, monkeyp
         raise DatabaseUnavailable(url="x", reason="the server is gone")
 
     monkeypatch.setattr(rows, "get", get)
-    made = CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=0, on_run=runs)
+    made = CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs)
     with pytest.raises(DatabaseUnavailable):
         made.start()
     made.stop()
-    assert (runs.seen, statuses(registry.parts)) == ([], [])
+    assert (runs.seen, statuses(registry.context)) == ([], [])
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------------
@@ -405,28 +405,28 @@ def test_schedules_of_other_hosts_have_rows_of_their_own_and_those_long_gone_go(
     with registry.database.write() as db:
         rows.put(db, "gone:/store", "every 1h", -month)
         rows.put(db, "other:/store", "every 1h", 60)
-    with CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
+    with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         runs.wait()
-    assert {s.holder for s in statuses(registry.parts)} == {"other:/store", holder_of(registry.parts)}
+    assert {s.holder for s in statuses(registry.context)} == {"other:/store", holder_of(registry.context)}
 
 
 def test_a_run_by_another_timer_has_a_row_of_its_own(registry, runs):
-    with CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
+    with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         runs.wait()
-        ran = run_once(registry.parts, Policy())
-        found = {s.standing: s for s in statuses(registry.parts)}
-    assert set(found) == {Standing.WAITING, Standing.ONCE}
-    assert found[Standing.ONCE].last_result == ran.result
-    assert found[Standing.ONCE].holder.startswith("timer of ")
+        ran = run_once(registry.context, Policy())
+        found = {s.standing: s for s in statuses(registry.context)}
+    assert set(found) == {ScheduleState.WAITING, ScheduleState.ONCE}
+    assert found[ScheduleState.ONCE].last_result == ran.result
+    assert found[ScheduleState.ONCE].holder.startswith("timer of ")
 
 
 def test_a_schedule_with_a_name_finds_its_row_again_on_a_host_with_another_name(registry, runs, monkeypatch):
     for host in ("pod-1", "pod-2"):
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-        with CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=0, name="collector", on_run=runs):
+        with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, name="collector", on_run=runs):
             runs.wait()
-        run_once(registry.parts, Policy(), name="collector")
-    assert [s.holder for s in statuses(registry.parts)] == ["collector", "timer of collector"]
+        run_once(registry.context, Policy(), name="collector")
+    assert [s.holder for s in statuses(registry.context)] == ["collector", "timer of collector"]
     assert len(runs.seen) == 1
 
 
@@ -436,7 +436,7 @@ def test_a_long_name_of_host_and_store_is_cut_and_stays_one_name(registry, tmp_p
     for last in ("a", "b"):
         store = tmp_path / ("long" * 20) / last
         with Registry.open(store=store) as opened:
-            names += [holder_of(opened.parts), holder_of(opened.parts)]
+            names += [holder_of(opened.context), holder_of(opened.context)]
     assert names[0] == names[1] != names[2] == names[3]
     assert {len(name) for name in names} == {120}
 
@@ -446,7 +446,7 @@ def test_any_text_of_an_error_fits_into_the_row(registry, runs, monkeypatch):
         raise StoreUnavailable(path="/store/\udcff\0" + "long" * 300, reason="it is broken")
 
     monkeypatch.setattr(Collector, "sweep", sweep)
-    with CollectorSchedule(registry.parts, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
+    with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         runs.wait()
     result = only_status(registry).last_result
     assert len(result) == 400
@@ -475,7 +475,7 @@ def test_a_schedule_does_not_keep_the_interpreter_alive_not_even_in_the_middle_o
     )
     assert (done.returncode, done.stderr) == (0, "")
     with Registry.open(store=tmp_path / "store") as registry:
-        assert only_status(registry).standing is Standing.WAITING  # overdue, in an hour
+        assert only_status(registry).standing is ScheduleState.WAITING  # overdue, in an hour
 
 
 @pytest.mark.parametrize(
@@ -493,7 +493,7 @@ def test_a_schedule_does_not_keep_the_interpreter_alive_not_even_in_the_middle_o
 def test_times_that_cannot_be_meant_are_refused_before_anything_begins(registry, times):
     with pytest.raises(BadInput):
         registry.start_collector(Policy(), **times)
-    assert statuses(registry.parts) == []
+    assert statuses(registry.context) == []
 
 
 def test_a_jitter_longer_than_the_interval_is_refused(registry):

@@ -18,7 +18,7 @@ from llama_ckpt.db.tables import checkpoint_prefix, gc_run, llama_model, metadat
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import Conflict, DatabaseUnavailable
 from llama_ckpt.fingerprint import active_key
-from llama_ckpt.gc_values import SeenRow
+from llama_ckpt.gc_values import RowVersion
 from llama_ckpt.store.store import path_of
 from llama_ckpt.values import MemoryKind, NewCheckpoint, PrefixLink, StaleReason
 
@@ -71,9 +71,9 @@ def database(installed):
     return installed
 
 
-def new(of_input="one", **values):
+def new(input_hash="one", **values):
     made = uuid.uuid4().hex
-    digest = hashlib.sha256(of_input.encode()).digest()
+    digest = hashlib.sha256(input_hash.encode()).digest()
     given = {
         "id": made, "model_name": "sample", "fingerprint": MODEL, "input_hash": digest, "tokens_hash": digest[::-1],
         "n_tokens": 300, "memory_kind": MemoryKind.FULL, "file_path": path_of(made), "file_size": 5_000_000_000,
@@ -101,10 +101,10 @@ def link(db, ckpt_no, n_links=2):
     )
 
 
-def plant(database, of_input, parent_no=None, **values):
+def plant(database, input_hash, parent_no=None, **values):
     """A committed row with two links, changed afterwards as a test needs it; gives its number."""
     with database.write() as db:
-        row = new(of_input, parent_no=parent_no, start_token=256 if parent_no else 0)
+        row = new(input_hash, parent_no=parent_no, start_token=256 if parent_no else 0)
         ckpt_no = save(db, row).p_ckpt_no
         link(db, ckpt_no)
         if values:
@@ -239,9 +239,9 @@ def test_a_clash_on_anything_else_is_raised_and_supersedes_nothing(database, tak
     first = new("one")
     with database.write() as db:
         save(db, first)
-    for of_input in ("one", "two"):
+    for input_hash in ("one", "two"):
         with refused(database, "23505", "duplicate key value violates") as db:
-            save(db, replace(new(of_input), **{taken: getattr(first, taken)}))
+            save(db, replace(new(input_hash), **{taken: getattr(first, taken)}))
     with database.read() as db:
         assert db.execute(sa.select(meta.c.id, meta.c.status)).all() == [(first.id, "ACTIVE")]
 
@@ -467,7 +467,7 @@ def test_the_collector_prunes_and_deletes_but_adds_no_checkpoint(database):
         run_no = coordination.start_run(db, "gc", "me")
         row = rows.find_active(db, MODEL, new("one").input_hash)
         assert db.exec_driver_sql("SELECT llama_mark_stale(-1)").scalar_one() == 1
-        assert collecting.delete_untouched(db, [SeenRow.of(row)]) == {row.ckpt_no}
+        assert collecting.delete_untouched(db, [RowVersion.of(row)]) == {row.ckpt_no}
         coordination.end_run(db, run_no, n_items=1, n_failed=0, freed_bytes=1)
         coordination.drop_lease(db, "gc", fence)
         db.exec_driver_sql("SELECT * FROM llama_checkpoint_v")

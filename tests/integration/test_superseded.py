@@ -24,7 +24,7 @@ def engine():
 @pytest.fixture
 def full(registry):
     """The registry, writing every checkpoint in full, so that none is needed by another."""
-    return Registry(replace(registry.parts, delta_depth=0))
+    return Registry(replace(registry.context, delta_depth=0))
 
 
 def save(registry, engine, ids):
@@ -33,7 +33,7 @@ def save(registry, engine, ids):
 
 
 def pruned(registry, **policy):
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     collector.prune(collector.plan_prune(Policy(**policy)))
     return sorted(row.n_tokens for row in registry.list(status=Status.STALE))
 

@@ -29,9 +29,9 @@ from llama_ckpt.db import collecting, coordination, leases, marks, migrate, pref
 from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.db.tables import checkpoint_prefix, gc_run, llama_model, registry_lease, save_claim
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
-from llama_ckpt.errors import BadInput, Busy, CommitUnanswered, Conflict, DatabaseUnavailable, StoreUnavailable
-from llama_ckpt.fingerprint import input_hash
-from llama_ckpt.gc_values import GcKind, SeenRow
+from llama_ckpt.errors import BadInput, Busy, CommitOutcomeUnknown, Conflict, DatabaseUnavailable, StoreUnavailable
+from llama_ckpt.fingerprint import hash_input
+from llama_ckpt.gc_values import GcKind, RowVersion
 from llama_ckpt.integrity.mend import Mender
 from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
@@ -136,16 +136,16 @@ def change(registry, row, **values):
 
 def delta_of(registry, parent: Checkpoint, text: str) -> Checkpoint:
     """A planted row that needs `parent`."""
-    of_input = input_hash(text)
+    input_hash = hash_input(text)
     new = NewCheckpoint(
-        id=of_input.hex()[:32],
+        id=input_hash.hex()[:32],
         model_name=parent.model_name,
         fingerprint=parent.fingerprint,
-        input_hash=of_input,
-        tokens_hash=of_input,
+        input_hash=input_hash,
+        tokens_hash=input_hash,
         n_tokens=parent.n_tokens + 1,
         memory_kind=MemoryKind.FULL,
-        file_path=f"{of_input.hex()}.llam",
+        file_path=f"{input_hash.hex()}.llam",
         file_size=10,
         payload_crc32=0,
         prefill_ms=None,
@@ -210,7 +210,7 @@ def test_what_was_saved_comes_back_with_whole_numbers_and_raw_hashes(registry, e
     row = registry.get(saved.id)
     assert row == saved
     assert all(type(getattr(row, n)) is int for n in ("ckpt_no", "n_tokens", "file_size", "created_us", "hit_count"))
-    assert row.input_hash == input_hash("one")
+    assert row.input_hash == hash_input("one")
     (model,) = registry.models()
     assert (model.fingerprint, model.dimensions) == (engine.fingerprint, engine.dimensions)
 
@@ -264,7 +264,7 @@ def test_an_expired_row_makes_room_for_a_new_one(registry, engine):
 
 
 def test_a_match_by_engine_model_weights_or_hash_finds_the_row(registry, engine, saved):
-    of_input = input_hash("one")
+    input_hash = hash_input("one")
     for asked in (
         {"fingerprint": engine.fingerprint},
         {"model": "sample"},
@@ -272,7 +272,7 @@ def test_a_match_by_engine_model_weights_or_hash_finds_the_row(registry, engine,
         {},
     ):
         assert registry.match("one", **asked).checkpoint == saved
-        assert registry.match_hash(of_input, **asked).checkpoint == saved
+        assert registry.match_hash(input_hash, **asked).checkpoint == saved
     assert registry.match("one", model="another").outcome is Outcome.NO_MATCH
     assert registry.match("two", fingerprint=engine.fingerprint).outcome is Outcome.NO_MATCH
 
@@ -435,7 +435,7 @@ def test_thousands_of_rows_are_read_and_marked_in_pieces_that_oracle_takes(regis
 
 
 def test_prune_marks_and_gc_frees_and_both_are_on_record(registry, engine, saved, oracle):
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     kept = registry.save(engine, "kept").checkpoint
     registry.pin(kept.id)
     with registry.database.write() as db:
@@ -450,7 +450,7 @@ def test_prune_marks_and_gc_frees_and_both_are_on_record(registry, engine, saved
 
 
 def test_a_prune_whose_rows_were_all_used_since_the_plan_records_no_item(registry, engine, saved, oracle):
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     registry.save(engine, "the newest stays")
     change(registry, saved, created_us=1)
     verdicts = collector.plan_prune(Policy(max_age_s=3600))
@@ -466,7 +466,7 @@ def test_gc_collects_a_file_without_a_row_and_marks_a_row_without_a_file(registr
     ghost = registry.store.root / saved.file_path.replace(saved.id[4:], "f" * 28)
     shutil.copy(registry.store.root / saved.file_path, ghost)
     os.unlink(registry.store.root / gone.file_path)
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     report = collector.run(collector.plan(ghost_grace_s=0, at_once=True))
     assert {(item.kind, result) for item, result in report.done} == {
         (GcKind.MISSING, "marked"),
@@ -476,7 +476,7 @@ def test_gc_collects_a_file_without_a_row_and_marks_a_row_without_a_file(registr
 
 
 def test_gc_spares_what_was_used_since_the_plan(registry, engine, saved):
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     registry.remove(saved.id)
     plan = collector.plan(stale_grace_s=0)
     change(registry, saved, hit_count=5)
@@ -488,13 +488,13 @@ def test_gc_spares_what_was_used_since_the_plan(registry, engine, saved):
 def test_ghosts_that_a_run_saw_are_collected_by_the_next(registry, engine, saved):
     ghost = registry.store.root / saved.file_path.replace(saved.id[4:], "f" * 28)
     shutil.copy(registry.store.root / saved.file_path, ghost)
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     assert collector.run(collector.plan(ghost_grace_s=0)).done == ()
     assert [result for _, result in collector.run(collector.plan(ghost_grace_s=0)).done] == ["deleted"]
 
 
 def test_room_is_made_and_claimed_for_a_save_under_a_budget(registry, engine, saved, monkeypatch):
-    small = Registry(dataclasses.replace(registry.parts, policy=Policy(max_bytes=saved.file_size + 5000, min_free=1)))
+    small = Registry(dataclasses.replace(registry.context, policy=Policy(max_bytes=saved.file_size + 5000, min_free=1)))
     assert small.save(engine, "two").outcome is SaveOutcome.SAVED
     assert registry.get(saved.id).stale_reason is StaleReason.EVICTED
     newest = small.list(status=Status.ACTIVE)[0]
@@ -515,17 +515,17 @@ def test_room_is_made_and_claimed_for_a_save_under_a_budget(registry, engine, sa
 
 def test_the_floor_of_free_space_counts_what_gc_will_free(registry, engine, saved):
     registry.remove(registry.save(engine, "two").checkpoint.id)
-    assert Collector(registry.parts).plan_prune(Policy(min_free=1)) == []
+    assert Collector(registry.context).plan_prune(Policy(min_free=1)) == []
 
 
 def test_what_prune_marked_comes_back_and_what_is_purged_does_not(registry, engine, saved):
     change(registry, saved, created_us=1)
     registry.save(engine, "the newest stays")
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     collector.prune(collector.plan_prune(Policy(max_age_s=3600)))
-    assert [result for _, result in Mender(registry.parts).unprune([registry.get(saved.id)])] == ["ACTIVE"]
+    assert [result for _, result in Mender(registry.context).unprune([registry.get(saved.id)])] == ["ACTIVE"]
     delta_of(registry, saved, "child")
-    assert Purger(registry.parts).run(Purge(model_name="sample")).n_rows == 3
+    assert Purger(registry.context).run(Purge(model_name="sample")).n_rows == 3
     assert registry.list() == []
 
 
@@ -544,7 +544,7 @@ def test_a_second_collector_is_told_who_is_at_work(registry, engine, saved):
     with registry.database.write() as db:
         assert coordination.take_lease(db, "gc", "other-host:1", 60) == 1
     with pytest.raises(Busy, match="other-host"):
-        Collector(registry.parts).run(Collector(registry.parts).plan())
+        Collector(registry.context).run(Collector(registry.context).plan())
 
 
 def test_the_verifier_finds_a_damaged_file_and_one_without_a_row(registry, engine, saved, left_in_store):
@@ -623,13 +623,13 @@ def test_the_deepest_prefix_is_found_by_bisection_and_leaves_with_the_mark(regis
 
 def test_a_match_by_prefix_and_a_later_link_speak_oracles_sql(registry, engine, saved):
     asked = [*engine.token_ids("one").tolist(), 7]
-    registry = Registry(dataclasses.replace(registry.parts, min_match_tokens=2))
+    registry = Registry(dataclasses.replace(registry.context, min_match_tokens=2))
     found = registry.match(asked, fingerprint=engine.fingerprint)
     assert (found.outcome, found.n_matching) == (Outcome.HIT, len(engine.ids))
     with registry.database.write() as db:
         db.execute(sa.delete(checkpoint_prefix))
         assert rows.by_number(db, saved.ckpt_no) == rows.by_path(db, saved.file_path) == saved
-    assert Mender(registry.parts).link() == 1
+    assert Mender(registry.context).link() == 1
     assert registry.match(asked, fingerprint=engine.fingerprint).n_matching == len(engine.ids)
 
 
@@ -659,7 +659,7 @@ def test_an_input_whose_time_is_over_is_renewed_where_a_delta_stands_on_it_and_m
         assert registry.save(engine, story, expires_in_s=expires_in_s).outcome is SaveOutcome.DEDUPLICATED
     assert registry.get(row.id).expires_us is None
     (registry.store.root / row.file_path).unlink()
-    collector = Collector(registry.parts)
+    collector = Collector(registry.context)
     assert [result for _, result in collector.run(collector.plan()).done] == ["marked"]
     assert registry.get(delta.id).stale_reason is StaleReason.MISSING
 
@@ -671,8 +671,8 @@ def test_a_commit_that_fails_is_taken_for_unanswered_and_keeps_its_file(registry
         if step == "inserted":
             oracle.fail("COMMIT", 3113)
 
-    with pytest.raises(CommitUnanswered):
-        Registry(dataclasses.replace(registry.parts, hook=refuse)).save(engine, "one")
+    with pytest.raises(CommitOutcomeUnknown):
+        Registry(dataclasses.replace(registry.context, hook=refuse)).save(engine, "one")
     assert len(list(registry.store.root.rglob("*.llam"))) == 2
     left_in_store.add("orphan")
 
@@ -692,8 +692,8 @@ def test_a_parent_stays_while_a_delta_needs_it_and_takes_its_deltas_along(regist
         registry.remove(saved.id)
     with registry.database.write() as db:
         assert rows.has_active_child(db, saved)
-        assert collecting.mark_untouched(db, {SeenRow.of(rows.get(db, saved.id)): StaleReason.EVICTED}) == set()
-        leaf = SeenRow.of(rows.get(db, grandchild.id))
+        assert collecting.mark_untouched(db, {RowVersion.of(rows.get(db, saved.id)): StaleReason.EVICTED}) == set()
+        leaf = RowVersion.of(rows.get(db, grandchild.id))
         assert collecting.mark_untouched(db, {leaf: StaleReason.EVICTED}) == {grandchild.ckpt_no}
     registry.report_bad(saved.id)
     assert [registry.get(r.id).stale_reason for r in (saved, child, grandchild)] == [

@@ -69,7 +69,7 @@ class Machine(RuleBasedStateMachine):
     def ids_of(self, row):
         from llama_ckpt.checkpoints.search import token_ids_of
 
-        return token_ids_of(self.registry.parts, row).tolist()
+        return token_ids_of(self.registry.context, row).tolist()
 
     @precondition(lambda self: self.active())
     @rule(which=st.integers(0, 99))
@@ -92,12 +92,12 @@ class Machine(RuleBasedStateMachine):
 
     @rule(most=st.integers(1, 4))
     def prune(self, most):
-        collector = Collector(self.registry.parts)
+        collector = Collector(self.registry.context)
         collector.prune(collector.plan_prune(Policy(max_count=most)))
 
     @rule()
     def collect(self):
-        collector = Collector(self.registry.parts)
+        collector = Collector(self.registry.context)
         force = self.registry.registry_id
         report = collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True, force=force))
         assert report.n_failed == 0
@@ -112,7 +112,7 @@ class Machine(RuleBasedStateMachine):
             if now == step:
                 raise Killed
 
-        dying = Registry(replace(self.registry.parts, hook=hook))
+        dying = Registry(replace(self.registry.context, hook=hook))
         self.registry.store._hook = hook
         self.engine.evaluate(ids)
         try:

@@ -54,7 +54,7 @@ def promise_holds(registry, engine, stored, asked):
         best = min(len(ids) for ids in stored.values() if common(ids, asked) == longest)
         # Deltas leave the links of their beginnings to what they stand on.
         assert (
-            registry.parts.delta_depth
+            registry.context.delta_depth
             or len(stored[found.checkpoint.id]) == best
             or stored[found.checkpoint.id] == asked
         )
@@ -87,9 +87,9 @@ def run(url, store, saves, removals, questions, delta_depth):
 
 
 def _ids(saves, row):
-    from llama_ckpt.fingerprint import input_hash
+    from llama_ckpt.fingerprint import hash_input
 
-    return next(ids for ids in saves if input_hash(ids) == row.input_hash)
+    return next(ids for ids in saves if hash_input(ids) == row.input_hash)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=SLOW_TO_START)

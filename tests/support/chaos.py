@@ -36,7 +36,7 @@ def child(url: str, store: str, seed: int, n_operations: int, seconds: float) ->
     engine = SampleEngine()
     engine.evaluate(engine.ids)
     with Registry.open(url, store) as registry:
-        collector = Collector(registry.parts)
+        collector = Collector(registry.context)
         for _ in range(n_operations):
             if time.monotonic() > end:
                 break

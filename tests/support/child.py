@@ -38,7 +38,7 @@ def main() -> None:
     engine.evaluate(engine.ids)
     policy = Policy(max_bytes=order.get("max_bytes"))
     with Registry.open(order["database_url"], order["store"], policy=policy, hook=hook) as registry:
-        collector = Collector(registry.parts)
+        collector = Collector(registry.context)
         if order.get(
             "gate"
         ):  # all children start their work at once: each holds the pipe's reading end until it is closed
@@ -55,12 +55,12 @@ def main() -> None:
             report = collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=60))
             answer = [report.freed_bytes, report.n_failed]
         elif order["verb"] == "unprune":
-            answer = [result for _, result in Mender(registry.parts).unprune(registry.list(status=Status.STALE))]
+            answer = [result for _, result in Mender(registry.context).unprune(registry.list(status=Status.STALE))]
         elif order["verb"] == "purge":
-            answer = Purger(registry.parts).run(Purge(label=order["label"])).n_rows
+            answer = Purger(registry.context).run(Purge(label=order["label"])).n_rows
         elif order["verb"] == "adopt":
             options = AdoptOptions(engine_for=lambda _: engine, link=order.get("link", False))
-            answer = [found.outcome.value for found in adopt(registry.parts, [Path(order["path"])], options)]
+            answer = [found.outcome.value for found in adopt(registry.context, [Path(order["path"])], options)]
         elif order["verb"] == "race":
             answer = race(registry, engine, order["role"], order["texts"], order["rounds"])
         else:
@@ -74,7 +74,7 @@ def race(registry, engine, role: str, texts: list[str], rounds: int) -> dict[str
     from llama_ckpt.errors import Busy
     from llama_ckpt.retention.policy import Policy
 
-    collector, counts = Collector(registry.parts), {}
+    collector, counts = Collector(registry.context), {}
     choice = random.Random(os.getpid())
     for _ in range(rounds):
         text = choice.choice(texts)

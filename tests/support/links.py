@@ -19,7 +19,7 @@ def wrong_links(registry) -> list[str]:
     expected = {
         link
         for row in registry.list(status=Status.ACTIVE)
-        for link in links_of(row, token_ids_of(registry.parts, row), block_size)
+        for link in links_of(row, token_ids_of(registry.context, row), block_size)
     }
 
     def told(links):

@@ -32,8 +32,8 @@ def refusal(data: bytes) -> CorruptFile:
     return caught.value
 
 
-def whole(parts: tuple[bytes, memoryview]) -> bytes:
-    return parts[0] + bytes(parts[1])
+def whole(context: tuple[bytes, memoryview]) -> bytes:
+    return context[0] + bytes(context[1])
 
 
 def patched(name: str, at: int, layout: str, *values: int) -> bytes:

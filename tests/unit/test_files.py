@@ -19,9 +19,9 @@ from llama_ckpt.errors import FileMissing, StoreFull, StoreUnavailable, UnsafePa
 from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
 from llama_ckpt.store import disk
-from llama_ckpt.store import store as files
 from llama_ckpt.store import writers as owners
 from llama_ckpt.store.disk import map_file
+from llama_ckpt.store.marker import MARKER
 from llama_ckpt.store.store import Store, path_of
 
 ID = "abcd0123456789abcdef0123456789ab"
@@ -800,8 +800,8 @@ def test_a_store_belongs_to_the_registry_that_claims_it_first(store):
         store.require_owner("mine", unmarked=unmarked)
         with pytest.raises(StoreUnavailable, match="belongs to registry mine, this database is registry theirs"):
             store.require_owner("theirs", unmarked=unmarked)
-    assert files_in(store) == [files.MARKER]
-    assert json.loads((store.root / files.MARKER).read_bytes())["registry_id"] == "mine"
+    assert files_in(store) == [MARKER]
+    assert json.loads((store.root / MARKER).read_bytes())["registry_id"] == "mine"
 
 
 def test_a_store_without_a_marker_is_anybodys_only_where_that_may_be(store):
@@ -824,7 +824,7 @@ def test_of_two_that_claim_at_the_same_moment_the_first_stays(store, monkeypatch
         patch.setattr("llama_ckpt.store.store.os.fsync", meanwhile)
         store.claim("mine")
     assert store.owner() == "theirs"
-    assert files_in(store) == [files.MARKER]
+    assert files_in(store) == [MARKER]
 
 
 def test_a_marker_is_put_in_place_where_there_are_no_hard_links(store, monkeypatch):
@@ -836,11 +836,11 @@ def test_a_marker_is_put_in_place_where_there_are_no_hard_links(store, monkeypat
         store.claim("mine")
         store.claim("theirs")
     assert store.owner() == "mine"
-    assert files_in(store) == [files.MARKER]
+    assert files_in(store) == [MARKER]
 
 
 def test_a_temporary_marker_of_a_process_that_died_is_not_in_the_way(store):
-    (store.root / f".{files.MARKER}.{'0' * 32}").write_bytes(b"half")
+    (store.root / f".{MARKER}.{'0' * 32}").write_bytes(b"half")
     store.claim("mine")
     assert store.owner() == "mine"
 
@@ -849,15 +849,15 @@ def test_a_temporary_marker_of_a_process_that_died_is_not_in_the_way(store):
     "content", [b"", b"{", b"\xff", b"[]", b"null", b'"text"', b"[" * 100_000], ids=lambda c: c[:8]
 )
 def test_a_marker_that_cannot_be_read_names_no_owner_and_is_not_overwritten(store, content):
-    (store.root / files.MARKER).write_bytes(content)
+    (store.root / MARKER).write_bytes(content)
     assert store.owner() is None
     store.claim("mine")
-    assert contents(store.root) == {files.MARKER: content}
+    assert contents(store.root) == {MARKER: content}
 
 
 @pytest.mark.parametrize("content", [b"{}", b'{"registry_id": null}', b'{"registry_id": 7}', b'{"made_by": "x"}'])
 def test_a_marker_without_a_registrys_id_names_no_owner(store, content):
-    (store.root / files.MARKER).write_bytes(content)
+    (store.root / MARKER).write_bytes(content)
     assert store.owner() is None
 
 

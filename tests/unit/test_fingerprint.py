@@ -21,7 +21,7 @@ from llama_ckpt.fingerprint import (
     end_hashes,
     fingerprint,
     flight_key,
-    input_hash,
+    hash_input,
     links_of,
     prefix_hashes,
     tokens_hash,
@@ -44,12 +44,12 @@ from llama_ckpt.values import Checkpoint
     ],
 )
 def test_a_text_is_named_by_the_sha256_of_its_exact_bytes(text, digest):
-    assert input_hash(text).hex() == digest
+    assert hash_input(text).hex() == digest
 
 
 @pytest.mark.parametrize("text", ["a", "a\n", "\n", " a", "\t\0\x7f", "😀", "\ufeffa", "a" * 100_000])
 def test_a_texts_name_is_what_hashlib_says_of_its_utf8(text):
-    assert input_hash(text) == hashlib.sha256(text.encode("utf-8")).digest()
+    assert hash_input(text) == hashlib.sha256(text.encode("utf-8")).digest()
 
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="no sha256sum on this system")
@@ -57,12 +57,12 @@ def test_a_texts_name_is_what_sha256sum_says_of_a_file_with_it(tmp_path):
     text = "Grüße,\r\n\nline\n"
     (tmp_path / "prompt.txt").write_bytes(text.encode())
     said = subprocess.run(["sha256sum", tmp_path / "prompt.txt"], capture_output=True, text=True, check=True).stdout
-    assert input_hash(text).hex() == said.split()[0]
+    assert hash_input(text).hex() == said.split()[0]
 
 
 def test_texts_that_look_alike_are_different_inputs():
     alike = ["a", "a ", " a", "a\n", "a\r\n", "A", "\u00e4", "a\u0308", "ä".upper(), "\ufeffa"]
-    assert len({input_hash(text) for text in alike}) == len(alike)
+    assert len({hash_input(text) for text in alike}) == len(alike)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_texts_that_look_alike_are_different_inputs():
     ],
 )
 def test_token_ids_are_named_by_the_sha256_of_little_endian_int32(ids, digest):
-    assert input_hash(ids).hex() == digest
+    assert hash_input(ids).hex() == digest
     assert tokens_hash(np.array(ids, dtype=np.int32)).hex() == digest
 
 
@@ -93,11 +93,11 @@ def test_token_ids_are_named_by_the_sha256_of_little_endian_int32(ids, digest):
 def test_the_same_ids_have_the_same_name_in_whatever_they_come(given):
     ids = as_token_ids(given)
     assert (ids.dtype, ids.ndim, ids.flags.c_contiguous) == (np.dtype(np.int32), 1, True)
-    assert input_hash(given) == input_hash([int(i) for i in given])
+    assert hash_input(given) == hash_input([int(i) for i in given])
 
 
 def test_the_order_and_number_of_ids_count():
-    assert len({input_hash(ids) for ids in ([1, 2], [2, 1], [1], [1, 2, 0], [0, 1, 2], [513])}) == 6
+    assert len({hash_input(ids) for ids in ([1, 2], [2, 1], [1], [1, 2, 0], [0, 1, 2], [513])}) == 6
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_the_order_and_number_of_ids_count():
 )
 def test_what_is_no_input_is_refused_with_the_reason(given, reason):
     with pytest.raises(BadInput, match=reason):
-        input_hash(given)
+        hash_input(given)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_what_is_no_input_is_refused_with_the_reason(given, reason):
 )
 def test_a_refusal_tells_nothing_of_the_input_for_it_may_be_confidential(given):
     with pytest.raises(BadInput) as caught:
-        input_hash(given)
+        hash_input(given)
     assert "secret" not in str(caught.value)
     assert "31337" not in str(caught.value)
 

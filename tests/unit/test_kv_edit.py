@@ -68,9 +68,9 @@ def test_a_chain_of_stretches_gives_the_whole_state_again(name):
     n = n_cells(state)
     a, b = n // 3 or 1, 2 * n // 3 or 2
     chain = [
-        kv_edit.Stretch(state, 0, a),
-        kv_edit.Stretch(kv_edit.tail(state, 0), a, b),
-        kv_edit.Stretch(kv_edit.tail(state, b), b, n),
+        kv_edit.CellRange(state, 0, a),
+        kv_edit.CellRange(kv_edit.tail(state, 0), a, b),
+        kv_edit.CellRange(kv_edit.tail(state, b), b, n),
     ]
     assert kv_edit.gather([one for one in chain if one.start < one.end]) == state
 
@@ -78,16 +78,18 @@ def test_a_chain_of_stretches_gives_the_whole_state_again(name):
 def test_a_stretch_of_a_longer_state_is_taken_from_its_middle():
     state = state_of(samples.F16)
     n = n_cells(state)
-    assert kv_edit.gather([kv_edit.Stretch(state, 0, 1), kv_edit.Stretch(state, 1, n - 1)]) == kv_edit.cut(state, n - 1)
+    assert kv_edit.gather([kv_edit.CellRange(state, 0, 1), kv_edit.CellRange(state, 1, n - 1)]) == kv_edit.cut(
+        state, n - 1
+    )
 
 
 def test_a_stretch_that_a_state_does_not_hold_is_named():
     state = state_of(samples.F16)
     n = n_cells(state)
     with pytest.raises(Incompatible, match=f"positions 1 to {n} of a state that holds 0 to {n - 1}"):
-        kv_edit.gather([kv_edit.Stretch(state, 0, 1), kv_edit.Stretch(state, 1, n + 1)])
+        kv_edit.gather([kv_edit.CellRange(state, 0, 1), kv_edit.CellRange(state, 1, n + 1)])
     with pytest.raises(Incompatible, match="V transposed"):
-        kv_edit.gather([kv_edit.Stretch(state, 0, 1), kv_edit.Stretch(state_of(samples.F16_FLASH), 1, n)])
+        kv_edit.gather([kv_edit.CellRange(state, 0, 1), kv_edit.CellRange(state_of(samples.F16_FLASH), 1, n)])
 
 
 @pytest.mark.parametrize("name", SLICEABLE)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from llama_ckpt.checkpoints.match import Head, by_prefix, common_prefix, decide, why_not_whole
+from llama_ckpt.checkpoints.match import CandidateTokens, by_prefix, common_prefix, decide, why_not_whole
 from llama_ckpt.fingerprint import fingerprint, tokens_hash
 from llama_ckpt.values import Checkpoint, Divergence, MemoryKind, ModelDimensions, Outcome, RegisteredModel
 
@@ -105,7 +105,7 @@ def head(name, *ids, ckpt_no=1, kind=MemoryKind.FULL):
 
 def asked(*ids, among, min_tokens=2, text_of=None):
     given = np.array(ids, dtype=np.int32)
-    heads = [Head(found, its, common_prefix(given, its)) for found, its in among]
+    heads = [CandidateTokens(found, its, common_prefix(given, its)) for found, its in among]
     return by_prefix(INPUT, given, heads, min_tokens, text_of)
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from llama_ckpt.errors import BadInput, NotFound
-from llama_ckpt.gc_values import Candidate, Disk, RuleWord
+from llama_ckpt.gc_values import Candidate, Disk, RuleEffect
 from llama_ckpt.retention.explain import explain
 from llama_ckpt.retention.policy import Order, Policy, judge, places_before
 from llama_ckpt.values import StaleReason
@@ -55,7 +55,7 @@ def outcome(candidate: Candidate, **policy: float):
     for verdict in judge(rows, given, NOW):
         return False, verdict.rule, verdict.stale_reason
     opinion = explain(rows, candidate, given, NOW, Disk(free=1, total=1))[-1]
-    assert opinion.word is RuleWord.KEEPS
+    assert opinion.word is RuleEffect.KEEPS
     return True, opinion.why, None
 
 
@@ -255,7 +255,7 @@ def test_explain_and_the_rule_say_that_a_longer_checkpoint_takes_over():
     policy = Policy(max_count=2)
     assert [v.rule for v in judge([root, longer, newest], policy, NOW)] == [rule]
     opinions = explain([root, longer, newest], root, policy, NOW, Disk(free=1, total=1))
-    assert (opinions[-1].word, opinions[-1].why) == (RuleWord.CONDEMNS, rule)
+    assert (opinions[-1].word, opinions[-1].why) == (RuleEffect.CONDEMNS, rule)
     assert opinions[-2].why.endswith("; among the first, since a longer checkpoint begins with all of it")
 
 
@@ -397,12 +397,12 @@ def test_explain_tells_what_every_rule_says_and_what_comes_of_it():
     policy = Policy(max_age_s=99.5, max_count_per_label=2, order=Order.OLDEST, max_bytes=10**6)
     disk = Disk(free=1, total=1)
     told = {o.rule: (o.word, o.why) for o in explain(rows, rows[0], policy, NOW, disk)}
-    assert told["max_age"] == (RuleWord.CONDEMNS, "saved 100 s ago, the limit is 100 s")
-    assert told["max_bytes"] == (RuleWord.SILENT, "3000 of 1000000 in use before this prune")
+    assert told["max_age"] == (RuleEffect.CONDEMNS, "saved 100 s ago, the limit is 100 s")
+    assert told["max_bytes"] == (RuleEffect.SILENT, "3000 of 1000000 in use before this prune")
     assert told["order = oldest"][1] == "place 1 of 3 to go when a limit is passed"
-    assert told["prune"] == (RuleWord.CONDEMNS, "saved over 100 s ago, max_age is 100 s")
+    assert told["prune"] == (RuleEffect.CONDEMNS, "saved over 100 s ago, max_age is 100 s")
     newest = {o.rule: (o.word, o.why) for o in explain(rows, rows[2], policy, NOW, disk)}
-    assert newest["always stays"] == newest["prune"] == (RuleWord.KEEPS, "the newest")
+    assert newest["always stays"] == newest["prune"] == (RuleEffect.KEEPS, "the newest")
     with pytest.raises(NotFound, match="past all rules"):
         explain(rows, row(), policy, NOW, disk)
 

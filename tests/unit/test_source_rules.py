@@ -227,8 +227,8 @@ def packages_on_disk() -> dict[str, Path]:
     for source, above in HOMES.items():
         for path in (ROOT / source).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
-                parts = path.parent.relative_to(ROOT / source).parts
-                found[".".join([*above, *parts])] = path.parent
+                context = path.parent.relative_to(ROOT / source).parts
+                found[".".join([*above, *context])] = path.parent
     return found
 
 

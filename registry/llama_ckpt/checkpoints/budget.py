@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import collecting, coordination, rows
 from llama_ckpt.errors import Conflict, DatabaseUnavailable, StoreFull, StoreUnavailable, UnsafePath
-from llama_ckpt.gc_values import Candidate, Disk, SeenRow
+from llama_ckpt.gc_values import Candidate, Disk, RowVersion
 from llama_ckpt.retention import policy as retention
 from llama_ckpt.values import NewCheckpoint, StaleReason
 
@@ -37,14 +37,14 @@ class Admission:
     refused: str | None = None
 
 
-def admit(parts: Parts, new: NewCheckpoint) -> Admission:
+def admit(context: RegistryContext, new: NewCheckpoint) -> Admission:
     """Reserves room for a file, and makes it where there is none. Interrupted, a claim stands until it expires, and what was
     marked STALE to make room is collected by gc.
 
     Raises:
         DatabaseUnavailable, StoreUnavailable: the limits cannot be checked; nothing may be written then.
     """
-    policy = parts.policy
+    policy = context.policy
     if not policy.limits_room or new.file_size == 0:
         return Admission()
     size = new.file_size + collecting.BLOCK_BYTES
@@ -52,12 +52,12 @@ def admit(parts: Parts, new: NewCheckpoint) -> Admission:
         return Admission(refused=f"{new.file_size} bytes are more than all of max_bytes ({policy.max_bytes})")
     claim, passed_over = secrets.token_bytes(32), {new.parent_no or 0}  # what it stands on stays
     for _ in range(_MAX_ROUNDS):
-        lacking = _claim(parts, claim, size)
+        lacking = _claim(context, claim, size)
         if lacking <= 0:
             return Admission(claim=claim)
-        freed = _make_room(parts, new, lacking, passed_over)
+        freed = _make_room(context, new, lacking, passed_over)
         if freed is None:
-            limits = ", ".join(_limits(parts))
+            limits = ", ".join(_limits(context))
             return Admission(
                 refused=f"it needs {lacking} bytes more than {limits} leaves, and what is there is worth more"
             )
@@ -65,102 +65,102 @@ def admit(parts: Parts, new: NewCheckpoint) -> Admission:
     return Admission(refused="others took the room as fast as it was made")
 
 
-def release(parts: Parts, granted: Admission) -> None:
+def release(context: RegistryContext, granted: Admission) -> None:
     """Gives a claim back: the row counts the bytes now, or nothing was written. A claim that cannot be given back expires."""
     if granted.claim is not None:
         try:
-            with parts.database.write() as db:
+            with context.database.write() as db:
                 coordination.drop_claim(db, granted.claim, _HOLDER)
         except DatabaseUnavailable as error:
             log.warning("the room that a save had reserved is free again in %.0f s: %s", _CLAIM_S, error)
 
 
 @contextmanager
-def admitted(parts: Parts, new: NewCheckpoint) -> Iterator[None]:
+def admitted(context: RegistryContext, new: NewCheckpoint) -> Iterator[None]:
     """Room for a file while it is written and registered; given back at the end of the block.
 
     Raises:
         StoreFull: the limits leave none, with the reason.
         DatabaseUnavailable, StoreUnavailable: as `admit`.
     """
-    granted = admit(parts, new)
+    granted = admit(context, new)
     if granted.refused is not None:
-        raise StoreFull(needed=new.file_size, path=parts.store.root, reason=granted.refused)
+        raise StoreFull(needed=new.file_size, path=context.store.root, reason=granted.refused)
     try:
         yield
     finally:
-        release(parts, granted)
+        release(context, granted)
 
 
-def _limits(parts: Parts) -> list[str]:
-    policy = parts.policy
+def _limits(context: RegistryContext) -> list[str]:
+    policy = context.policy
     named = {"max_bytes": policy.max_bytes, "min_free": policy.min_free, "min_free share": policy.min_free_share}
     return [f"{name} ({value})" for name, value in named.items() if value is not None]
 
 
-def _claim(parts: Parts, claim: bytes, size: int) -> int:
+def _claim(context: RegistryContext, claim: bytes, size: int) -> int:
     """Reserves the bytes if they fit, and gives 0 then; else how many are lacking."""
     try:
-        return _claim_once(parts, claim, size)
+        return _claim_once(context, claim, size)
     except Conflict:  # another made the row that all queue at, at this moment: it is there now
-        return _claim_once(parts, claim, size)
+        return _claim_once(context, claim, size)
 
 
-def _claim_once(parts: Parts, claim: bytes, size: int) -> int:
-    with parts.database.write() as db:
+def _claim_once(context: RegistryContext, claim: bytes, size: int) -> int:
+    with context.database.write() as db:
         collecting.queue_for_budget(db)
         reserved = coordination.claimed_bytes(db)
-        free, total = parts.store.space()  # after the claims: who gave one back meanwhile has written
-        lacking = parts.policy.floor_bytes(Disk(free=free, total=total)) - (free - reserved - size)
-        if parts.policy.max_bytes is not None:
-            lacking = max(lacking, collecting.used_bytes(db) + size - parts.policy.max_bytes)
+        free, total = context.store.space()  # after the claims: who gave one back meanwhile has written
+        lacking = context.policy.floor_bytes(Disk(free=free, total=total)) - (free - reserved - size)
+        if context.policy.max_bytes is not None:
+            lacking = max(lacking, collecting.used_bytes(db) + size - context.policy.max_bytes)
         if lacking <= 0:
             coordination.take_claim(db, claim, _HOLDER, size, _CLAIM_S)
     return lacking
 
 
-def _make_room(parts: Parts, new: NewCheckpoint, lacking: int, passed_over: set[int]) -> int | None:
+def _make_room(context: RegistryContext, new: NewCheckpoint, lacking: int, passed_over: set[int]) -> int | None:
     """Takes one step towards `lacking` free bytes, and gives the number of files that went or were marked; None: no more may
     go. Rows that turned out not to go, since they were used meanwhile or their file cannot be unlinked, are `passed_over`.
     """
-    with parts.database.read() as db:
+    with context.database.read() as db:
         stale = [entry for entry in collecting.stale_with_file(db, _LOOKED_AT) if entry[0].ckpt_no not in passed_over]
     if stale:
-        return _free(parts, _enough(stale, lacking), passed_over)
-    with parts.database.read() as db:
+        return _free(context, _enough(stale, lacking), passed_over)
+    with context.database.read() as db:
         now_us = rows.clock_us(db)
         others = collecting.least_recently_used(db, _LOOKED_AT)
-    staying = passed_over | _last_of_their_groups(parts, others)
+    staying = passed_over | _last_of_their_groups(context, others)
     others = [c for c in others if c.ckpt_no not in staying]
-    going = retention.places_before(_as_candidate(new, now_us), others, parts.policy, now_us)
+    going = retention.places_before(_as_candidate(new, now_us), others, context.policy, now_us)
     total = 0
-    victims: list[SeenRow] = []
+    victims: list[RowVersion] = []
     for row in going:
-        victims.append(SeenRow(row.ckpt_no, row.id, row.last_used_us, row.hit_count))
+        victims.append(RowVersion(row.ckpt_no, row.id, row.last_used_us, row.hit_count))
         total += row.file_size + collecting.BLOCK_BYTES
         if total >= lacking:
             break
     if total < lacking:  # nothing goes for a newcomer that has no place even then
         return None
-    with parts.database.write() as db:
+    with context.database.write() as db:
         marked = collecting.mark_untouched(db, dict.fromkeys(victims, StaleReason.EVICTED))
     passed_over.update(row.ckpt_no for row in victims if row.ckpt_no not in marked)
-    parts.metrics.count("evicted", len(marked))
+    context.metrics.count("evicted", len(marked))
     return len(marked)  # the next round frees them
 
 
-def _last_of_their_groups(parts: Parts, rows: Sequence[Candidate]) -> set[int]:
+def _last_of_their_groups(context: RegistryContext, rows: Sequence[Candidate]) -> set[int]:
     """The newest N of each model and label among `rows`, which the policy keeps in any case."""
     staying: set[int] = set()
-    groups = (("model_name", parts.policy.keep_last_per_model), ("label", parts.policy.keep_last_per_label))
-    with parts.database.read() as db:
+    groups = (("model_name", context.policy.keep_last_per_model), ("label", context.policy.keep_last_per_label))
+    with context.database.read() as db:
         for column, n in groups:
             for name in {getattr(row, column) for row in rows} - {None} if n else ():
                 staying |= collecting.newest(db, column, name, n)
     return staying
 
 
-def _enough(rows: Sequence[tuple[SeenRow, str, int]], lacking: int) -> list[tuple[SeenRow, str, int]]:
+def _enough(rows: Sequence[tuple[RowVersion, str, int]], lacking: int) -> list[tuple[RowVersion, str, int]]:
     taken, total = [], 0
     for row in rows:
         taken.append(row)
@@ -170,29 +170,29 @@ def _enough(rows: Sequence[tuple[SeenRow, str, int]], lacking: int) -> list[tupl
     return taken
 
 
-def _free(parts: Parts, stale: Sequence[tuple[SeenRow, str, int]], passed_over: set[int]) -> int:
+def _free(context: RegistryContext, stale: Sequence[tuple[RowVersion, str, int]], passed_over: set[int]) -> int:
     """Unlinks the files of STALE rows; the rows stay for gc. The rows say first that they have no file, so that nobody makes
     them ACTIVE again meanwhile; a claim counts the bytes until they are freed.
     """
-    parts.require_store()
+    context.require_store()
     claim, holder = secrets.token_bytes(32), f"freeing on {socket.gethostname()[:60]}"
-    with parts.database.write() as db:
+    with context.database.write() as db:
         free = collecting.forget_files(db, [row for row, _, _ in stale])
         going = [entry for entry in stale if entry[0].ckpt_no in free]
         n_bytes = sum(size + collecting.BLOCK_BYTES for _, _, size in going)
         coordination.take_claim(db, claim, holder, n_bytes, _CLAIM_S)
-    parts.hook("room promised")
+    context.hook("room promised")
     stuck = []
     for row, path, size in going:
         try:
-            parts.store.remove(path)
+            context.store.remove(path)
         except (StoreUnavailable, UnsafePath) as error:
             log.warning("no room comes from %s: %s", path, error)
             stuck.append((row, size))
     passed_over.update(row.ckpt_no for row, _, _ in stale if row.ckpt_no not in free)
     passed_over.update(row.ckpt_no for row, _ in stuck)
-    parts.hook("room made")
-    with parts.database.write() as db:
+    context.hook("room made")
+    with context.database.write() as db:
         for row, size in stuck:
             collecting.remember_file(db, row, size)
         coordination.drop_claim(db, claim, holder)

@@ -11,10 +11,10 @@ from llama_ckpt import formats
 from llama_ckpt.checkpoints import budget as admission
 from llama_ckpt.checkpoints.read import Cells, stored_cells
 from llama_ckpt.checkpoints.register import SaveOptions, row_of
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import marks, prefixes, rows
 from llama_ckpt.errors import (
-    CommitUnanswered,
+    CommitOutcomeUnknown,
     Conflict,
     DatabaseUnavailable,
     LlamaCkptError,
@@ -28,37 +28,37 @@ from llama_ckpt.values import Checkpoint, NewCheckpoint
 log = logging.getLogger("llama_ckpt")
 
 
-def flatten(parts: Parts, row: Checkpoint) -> None:
+def flatten(context: RegistryContext, row: Checkpoint) -> None:
     """As `Registry.flatten`, for a row. The new file is written and durable first, then the row names it, then the old file goes:
     interrupted, the row is as it was or whole, and at most a file without a row is left for gc.
     """
-    parts.require_store()
-    with stored_cells(parts, row) as (cells, file):
+    context.require_store()
+    with stored_cells(context, row) as (cells, file):
         head, header = whole_file(row, cells, file)
         options = SaveOptions(label=row.label, prefill_ms=row.prefill_ms)
         new = row_of(header, uuid.uuid4().hex, row.model_name, row.memory_kind, cells.token_ids, options)
-        with admission.admitted(parts, new):
+        with admission.admitted(context, new):
             try:
-                parts.store.write(new.id, head, cells.state)
-                _name(parts, row, new, cells.token_ids)
-            except CommitUnanswered:  # the row may name either file: what it does not name is left for gc
-                if _path_now(parts, row) != new.file_path:
+                context.store.write(new.id, head, cells.state)
+                _name(context, row, new, cells.token_ids)
+            except CommitOutcomeUnknown:  # the row may name either file: what it does not name is left for gc
+                if _path_now(context, row) != new.file_path:
                     raise
             except LlamaCkptError:
                 with contextlib.suppress(StoreUnavailable):
-                    parts.store.remove(new.file_path)
+                    context.store.remove(new.file_path)
                 raise
-    parts.hook("flattened")
+    context.hook("flattened")
     try:
-        parts.store.remove(row.file_path)  # nothing, for a row that had no file
+        context.store.remove(row.file_path)  # nothing, for a row that had no file
     except (StoreUnavailable, UnsafePath) as error:
         log.warning("a file that no row names is left for gc to collect: %s", error)
 
 
-def _path_now(parts: Parts, row: Checkpoint) -> str | None:
+def _path_now(context: RegistryContext, row: Checkpoint) -> str | None:
     """The file that a row names; None where the database cannot say."""
     with contextlib.suppress(DatabaseUnavailable):  # the caller tells the failure that led here
-        now = parts.database.query(lambda db: rows.by_number(db, row.ckpt_no))
+        now = context.database.query(lambda db: rows.by_number(db, row.ckpt_no))
         return None if now is None else now.file_path
     return None
 
@@ -80,15 +80,15 @@ def whole_file(row: Checkpoint, cells: Cells, file: formats.CheckpointFile) -> t
     return container.encode_head(header, metadata, cells.token_ids, cells.state)
 
 
-def _name(parts: Parts, row: Checkpoint, new: NewCheckpoint, token_ids: TokenIds) -> None:
+def _name(context: RegistryContext, row: Checkpoint, new: NewCheckpoint, token_ids: TokenIds) -> None:
     """The row names the new file, and links the blocks that were its parent's until now."""
-    there = links_of(row, token_ids, parts.block_size)
-    links = links_of(replace(row, start_token=0), token_ids, parts.block_size)
-    parts.store.touch(new.file_path)
-    with parts.database.write() as db:
-        if not marks.make_whole(db, row, new):
+    there = links_of(row, token_ids, context.block_size)
+    links = links_of(replace(row, start_token=0), token_ids, context.block_size)
+    context.store.touch(new.file_path)
+    with context.database.write() as db:
+        if not marks.replace_file(db, row, new):
             raise Conflict(what=f"checkpoint {row.id} went STALE or was flattened meanwhile")
         prefixes.link(db, [link for link in links if link not in there])
-        parts.hook("named")
-        if parts.store.size(new.file_path) != new.file_size:
+        context.hook("named")
+        if context.store.size(new.file_path) != new.file_size:
             raise StoreUnavailable(path=new.file_path, reason="it was collected while it was written; flatten again")

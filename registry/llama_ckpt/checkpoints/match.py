@@ -25,7 +25,7 @@ TextOf = Callable[[TokenIds], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class CandidateTokens:
     """A checkpoint and all of its token ids, as its file has them; shape `[n_tokens]`. The input begins with the first
     `n_matching` of them.
     """
@@ -36,7 +36,7 @@ class Head:
 
 
 def decide(
-    of_input: bytes,
+    input_hash: bytes,
     usable: Sequence[Checkpoint],
     others: Sequence[tuple[Checkpoint, RegisteredModel]],
     wanted: Fingerprint | None,
@@ -51,7 +51,7 @@ def decide(
         return MatchResult(
             outcome=Outcome.HIT,
             reason="the same input, by SHA-256",
-            input_hash=of_input,
+            input_hash=input_hash,
             checkpoint=best,
             n_matching=best.n_tokens,
             n_reusable=max(0, best.n_tokens - 1),
@@ -59,18 +59,18 @@ def decide(
         )
     if not others:
         return MatchResult(
-            outcome=Outcome.NO_MATCH, reason="no checkpoint of this input is registered", input_hash=of_input
+            outcome=Outcome.NO_MATCH, reason="no checkpoint of this input is registered", input_hash=input_hash
         )
     if wanted is None:
         row, model = others[0]
         reason = f"this input is registered only for other models, such as {model.model_name}"
-        return MatchResult(outcome=Outcome.NO_MATCH, reason=reason, input_hash=of_input, nearest=row)
+        return MatchResult(outcome=Outcome.NO_MATCH, reason=reason, input_hash=input_hash, nearest=row)
     gaps = [(differences(model.fingerprint.fields, wanted.fields), row) for row, model in others]
     gap, nearest = min(gaps, key=lambda pair: len(pair[0]))
     return MatchResult(
         outcome=Outcome.NO_MATCH,
         reason="this input is registered, but its state does not fit this engine: " + "; ".join(map(str, gap)),
-        input_hash=of_input,
+        input_hash=input_hash,
         nearest=nearest,
         differences=gap,
     )
@@ -105,7 +105,11 @@ def n_usable(row: Checkpoint, n_matching: int, n_tokens: int) -> int:
 
 
 def by_prefix(
-    of_input: bytes, token_ids: TokenIds, heads: Sequence[Head], min_tokens: int, text_of: TextOf | None = None
+    input_hash: bytes,
+    token_ids: TokenIds,
+    heads: Sequence[CandidateTokens],
+    min_tokens: int,
+    text_of: TextOf | None = None,
 ) -> MatchResult:
     """The answer for an input's token ids: of `heads` the one that begins with the most tokens like the input and can be used.
 
@@ -117,9 +121,9 @@ def by_prefix(
     found = [head for head in heads if head.n_matching]
     if not found:
         reason = "no checkpoint begins like this input"
-        return MatchResult(outcome=Outcome.NO_MATCH, reason=reason, input_hash=of_input, n_tokens=n)
+        return MatchResult(outcome=Outcome.NO_MATCH, reason=reason, input_hash=input_hash, n_tokens=n)
 
-    def rank(head: Head) -> tuple[int, int, int, int]:
+    def rank(head: CandidateTokens) -> tuple[int, int, int, int]:
         return (-n_usable(head.row, head.n_matching, n), -head.n_matching, head.row.n_tokens, head.row.ckpt_no)
 
     best = min(found, key=rank)
@@ -127,7 +131,7 @@ def by_prefix(
     told = MatchResult(
         outcome=Outcome.NO_MATCH,
         reason=_why_not(best.row, n_matching, n, min_tokens),
-        input_hash=of_input,
+        input_hash=input_hash,
         nearest=best.row,
         n_matching=n_matching,
         n_tokens=n,
@@ -138,7 +142,7 @@ def by_prefix(
     return MatchResult(
         outcome=Outcome.HIT,
         reason=_why(best.row, n_matching, n),
-        input_hash=of_input,
+        input_hash=input_hash,
         checkpoint=best.row,
         n_matching=n_matching,
         n_reusable=min(n_matching, n - 1),

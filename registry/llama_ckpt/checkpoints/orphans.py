@@ -13,7 +13,7 @@ import numpy as np
 from llama_ckpt import formats
 from llama_ckpt.checkpoints.register import SaveOptions, clean_name, row_of
 from llama_ckpt.checkpoints.search import token_ids_of
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import rows
 from llama_ckpt.errors import CorruptFile, NotFound
 from llama_ckpt.fingerprint import TokenIds, tokens_hash
@@ -35,23 +35,23 @@ class FoundFile:
 NONE: Mapping[str, FoundFile] = MappingProxyType({})
 
 
-def found_in_store(parts: Parts, path: str, planned: Mapping[str, FoundFile] = NONE) -> FoundFile:
+def found_in_store(context: RegistryContext, path: str, planned: Mapping[str, FoundFile] = NONE) -> FoundFile:
     """The row that a file of our own store had, after every byte of it was checked. `planned` as `found_file`.
 
     Raises:
         CorruptFile, NotFound: as `found_file`.
         FileMissing, UnsafePath, StoreUnavailable: it cannot be read.
     """
-    with parts.store.map(path) as view:
+    with context.store.map(path) as view:
         file = formats.open_checkpoint(view, path)
         stem = path.rpartition("/")[2].partition(".")[0]
-        found = found_file(parts, file, path, free_id(parts, file, stem) or stem, SaveOptions(), planned)
-    parts.hook("checked")
+        found = found_file(context, file, path, free_id(context, file, stem) or stem, SaveOptions(), planned)
+    context.hook("checked")
     return replace(found, new=replace(found.new, file_path=path))
 
 
 def found_file(
-    parts: Parts,
+    context: RegistryContext,
     file: formats.CheckpointFile,
     name: str,
     checkpoint_id: str,
@@ -74,7 +74,7 @@ def found_file(
     token_ids = file.contents.token_ids
     place: dict[str, Any] = {}
     if start := header.start_token:
-        parent, before = _parent(parts, file, name, planned)
+        parent, before = _parent(context, file, name, planned)
         noted = metadata.get("tokens_before")  # nothing by versions that did not note it
         if noted is not None and noted != tokens_hash(before[:start]).hex():
             reason = f"its first {start} tokens are others than those of checkpoint {parent.id}"
@@ -88,15 +88,15 @@ def found_file(
 
 
 def _parent(
-    parts: Parts, file: formats.CheckpointFile, name: str, planned: Mapping[str, FoundFile]
+    context: RegistryContext, file: formats.CheckpointFile, name: str, planned: Mapping[str, FoundFile]
 ) -> tuple[Checkpoint | NewCheckpoint, TokenIds]:
     """What a delta stands on, with its token ids."""
     header, parent_id = file.contents.header, _id_in(file, "parent")
     if parent_id is None:
         raise CorruptFile(path=name, check="Structure", reason="it is a delta, and its metadata names no parent")
     parent: Checkpoint | NewCheckpoint
-    if (row := active(parts, parent_id)) is not None:
-        parent, token_ids = row, token_ids_of(parts, row)
+    if (row := active(context, parent_id)) is not None:
+        parent, token_ids = row, token_ids_of(context, row)
     elif parent_id in planned:
         parent, token_ids = planned[parent_id].new, planned[parent_id].token_ids
     else:
@@ -114,19 +114,19 @@ def _id_in(file: formats.CheckpointFile, field: str) -> str | None:
     return found if isinstance(found, str) and _ID.fullmatch(found) else None
 
 
-def free_id(parts: Parts, file: formats.CheckpointFile, name: str) -> str | None:
+def free_id(context: RegistryContext, file: formats.CheckpointFile, name: str) -> str | None:
     """The id that a file has by its metadata, if it was flattened or exported under one, else by its name (without suffixes);
     None where it has none, or a row has it.
     """
     found = _id_in(file, "checkpoint") or name
-    if not _ID.fullmatch(found) or parts.database.query(lambda db: rows.get(db, found)) is not None:
+    if not _ID.fullmatch(found) or context.database.query(lambda db: rows.get(db, found)) is not None:
         return None
     return found
 
 
-def active(parts: Parts, checkpoint_id: str) -> Checkpoint | None:
+def active(context: RegistryContext, checkpoint_id: str) -> Checkpoint | None:
     """The ACTIVE row of an id."""
-    row = parts.database.query(lambda db: rows.get(db, checkpoint_id))
+    row = context.database.query(lambda db: rows.get(db, checkpoint_id))
     return row if row is not None and row.status is Status.ACTIVE else None
 
 

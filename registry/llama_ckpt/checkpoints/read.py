@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llama_ckpt import formats
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import leases
 from llama_ckpt.engine import HeldState
 from llama_ckpt.errors import BadInput, CorruptFile, DatabaseUnavailable, FileMissing, Incompatible
@@ -73,7 +73,9 @@ class _Member:
 
 
 @contextmanager
-def cells_of(parts: Parts, engine: HeldState, row: Checkpoint, asked: Asked, reading: Reading) -> Iterator[Cells]:
+def cells_of(
+    context: RegistryContext, engine: HeldState, row: Checkpoint, asked: Asked, reading: Reading
+) -> Iterator[Cells]:
     """The cells that are asked of a checkpoint, inside the `with` only; of a delta joined with those that it stands on.
 
     Raises:
@@ -83,14 +85,14 @@ def cells_of(parts: Parts, engine: HeldState, row: Checkpoint, asked: Asked, rea
         DatabaseUnavailable: what a delta stands on cannot be looked up.
     """
     with ExitStack() as files:
-        members = _members(parts, row, asked.n_tokens, files, reading)
+        members = _members(context, row, asked.n_tokens, files, reading)
         cells = _prepared(engine, members, asked, reading)
         reading.row = row
         yield cells
 
 
 @contextmanager
-def stored_cells(parts: Parts, row: Checkpoint) -> Iterator[tuple[Cells, formats.CheckpointFile]]:
+def stored_cells(context: RegistryContext, row: Checkpoint) -> Iterator[tuple[Cells, formats.CheckpointFile]]:
     """All cells of a checkpoint as they are stored, inside the `with` only, and the last of its files. Of a delta joined, in the
     dialect of that file. The row is leased meanwhile: nobody makes room by it.
 
@@ -99,27 +101,29 @@ def stored_cells(parts: Parts, row: Checkpoint) -> Iterator[tuple[Cells, formats
         FileMissing, UnsafePath, StoreUnavailable, CorruptFile, DatabaseUnavailable: as `cells_of`.
         Incompatible, Unsupported: the files of a delta are of dialects that cannot be made one.
     """
-    with _leased(parts, row), ExitStack() as files:
-        members = _members(parts, row, row.n_tokens, files, Reading(row))
+    with _leased(context, row), ExitStack() as files:
+        members = _members(context, row, row.n_tokens, files, Reading(row))
         last = members[-1].file
-        stretches = [kv_edit.Stretch(_in_dialect(m.file, last.state.layout), m.row.start_token, m.end) for m in members]
+        stretches = [
+            kv_edit.CellRange(_in_dialect(m.file, last.state.layout), m.row.start_token, m.end) for m in members
+        ]
         ids = np.concatenate([m.file.contents.token_ids[: m.end - m.row.start_token] for m in members])
         yield Cells(state=_gathered(stretches, members), token_ids=ids), last
 
 
 @contextmanager
-def _leased(parts: Parts, row: Checkpoint) -> Iterator[None]:
-    with parts.database.write() as db:
+def _leased(context: RegistryContext, row: Checkpoint) -> Iterator[None]:
+    with context.database.write() as db:
         until = leases.lease(db, row)
     if until is None:
         reason = f"it is STALE; bring it back with: llama-ckpt unprune {row.id}"
         raise BadInput(what="checkpoint", value=row.id, reason=reason)
-    parts.hook("leased")
+    context.hook("leased")
     try:
         yield
     finally:
         try:
-            with parts.database.write() as db:
+            with context.database.write() as db:
                 leases.release(db, row, until)
         except DatabaseUnavailable as error:  # it ends by itself
             log.warning("the lease of checkpoint %s ends in %.0f s: %s", row.id, leases.LEASE_S, error)
@@ -130,12 +134,14 @@ def _in_dialect(file: formats.CheckpointFile, layout: Dialect) -> memoryview:
     return state if file.state.layout == layout else kv_edit.to_dialect(state, layout)
 
 
-def _members(parts: Parts, row: Checkpoint, n_tokens: int, files: ExitStack, reading: Reading) -> list[_Member]:
+def _members(
+    context: RegistryContext, row: Checkpoint, n_tokens: int, files: ExitStack, reading: Reading
+) -> list[_Member]:
     """The files that have the first `n_tokens` cells, opened and verified."""
     members = []
-    for member, end in _stretches(parts.chain(row), n_tokens):
+    for member, end in _stretches(context.chain(row), n_tokens):
         reading.row = member
-        members.append(_Member(member, _opened(parts, member, files, reading), end))
+        members.append(_Member(member, _opened(context, member, files, reading), end))
     return members
 
 
@@ -147,11 +153,11 @@ def _stretches(chain: Sequence[Checkpoint], n_tokens: int) -> Iterator[tuple[Che
             yield row, min(end, n_tokens)
 
 
-def _opened(parts: Parts, row: Checkpoint, files: ExitStack, reading: Reading) -> formats.CheckpointFile:
+def _opened(context: RegistryContext, row: Checkpoint, files: ExitStack, reading: Reading) -> formats.CheckpointFile:
     try:
-        view = files.enter_context(parts.store.map(row.file_path))
+        view = files.enter_context(context.store.map(row.file_path))
     except FileMissing:
-        parts.require_store()
+        context.require_store()
         raise
     return _verified(row, view, reading.events)
 
@@ -174,14 +180,14 @@ def _prepared(engine: HeldState, members: Sequence[_Member], asked: Asked, readi
     return Cells(state=state, token_ids=token_ids)
 
 
-def _gathered(stretches: Sequence[kv_edit.Stretch], members: Sequence[_Member]) -> memoryview:
+def _gathered(stretches: Sequence[kv_edit.CellRange], members: Sequence[_Member]) -> memoryview:
     """One state of all stretches: without a copy where it is one file's and all of it."""
     if len(stretches) == 1 and members[0].end == members[0].row.n_tokens:
         return stretches[0].state
     return kv_edit.gather(stretches)
 
 
-def _stretch(engine: HeldState, member: _Member, asked: Asked, events: set[Event]) -> kv_edit.Stretch:
+def _stretch(engine: HeldState, member: _Member, asked: Asked, events: set[Event]) -> kv_edit.CellRange:
     """A file's cells in the engine's dialect, after they were found to fit it."""
     row, file = member.row, member.file
     _require_fit(file, engine, row, transpose_v=asked.transpose_v)
@@ -193,7 +199,7 @@ def _stretch(engine: HeldState, member: _Member, asked: Asked, events: set[Event
     if file.state.layout != engine.layout or file.state.rotation_words not in (None, engine.rotation):
         state = _translated(state, file, engine)
         events.add(Event.STATE_TRANSLATED)
-    return kv_edit.Stretch(state, row.start_token, member.end)
+    return kv_edit.CellRange(state, row.start_token, member.end)
 
 
 def _verified(row: Checkpoint, view: memoryview, events: set[Event]) -> formats.CheckpointFile:

@@ -10,12 +10,12 @@ import contextlib
 import logging
 from dataclasses import dataclass
 
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import collecting, marks, prefixes, rows
 from llama_ckpt.engine import HeldState
 from llama_ckpt.errors import (
     BadInput,
-    CommitUnanswered,
+    CommitOutcomeUnknown,
     Conflict,
     DatabaseUnavailable,
     FileMissing,
@@ -66,30 +66,30 @@ def clean_name(name: str) -> str:
     return name.encode(errors="replace").decode().replace("\0", "?")[:_NAME_LENGTH] or "unnamed"
 
 
-def claim_store(parts: Parts) -> None:
+def claim_store(context: RegistryContext) -> None:
     """The first save marks the store. Later on an unmarked store is a wrong or unmounted one: nothing is written there.
 
     Raises:
         StoreUnavailable: it bears no marker though rows name files in it, or another registry's.
     """
-    if parts.store.owner() is None and parts.database.query(rows.is_empty):
-        parts.store.claim(parts.registry_id)
-    parts.require_store()
+    if context.store.owner() is None and context.database.query(rows.is_empty):
+        context.store.claim(context.registry_id)
+    context.require_store()
 
 
-def usable(parts: Parts, digest: bytes, of_input: bytes) -> Checkpoint | None:
+def usable(context: RegistryContext, digest: bytes, input_hash: bytes) -> Checkpoint | None:
     """The ACTIVE row of this input if its file is there in full, and those that it stands on; a row that fails this is made
     STALE, with the deltas on it.
 
     Raises:
         StoreUnavailable, DatabaseUnavailable: they cannot say.
     """
-    row = parts.database.query(lambda db: rows.find_active(db, digest, of_input))
-    return row if row is not None and _is_whole(parts, row) else None
+    row = context.database.query(lambda db: rows.find_active(db, digest, input_hash))
+    return row if row is not None and _is_whole(context, row) else None
 
 
 def usable_or_renewed(
-    parts: Parts, digest: bytes, of_input: bytes, expires_in_s: float | None = None
+    context: RegistryContext, digest: bytes, input_hash: bytes, expires_in_s: float | None = None
 ) -> Checkpoint | None:
     """As `usable`; or the row of this input whose time is over, if deltas that are offered stand on it: it gets a new time, of
     `expires_in_s` seconds or without end, and keeps its file. To make it STALE for a new one would take the deltas along.
@@ -97,39 +97,39 @@ def usable_or_renewed(
     Raises:
         StoreUnavailable, DatabaseUnavailable: they cannot say.
     """
-    if (row := usable(parts, digest, of_input)) is not None:
+    if (row := usable(context, digest, input_hash)) is not None:
         return row
-    row = parts.database.query(lambda db: rows.find_expired(db, digest, of_input))
-    if row is None or not _is_whole(parts, row):
+    row = context.database.query(lambda db: rows.find_expired(db, digest, input_hash))
+    if row is None or not _is_whole(context, row):
         return None
-    with parts.database.write() as db:
+    with context.database.write() as db:
         if not marks.renew(db, row, expires_in_s):
             return None
         return rows.get(db, row.id)
 
 
-def _is_whole(parts: Parts, row: Checkpoint) -> bool:
+def _is_whole(context: RegistryContext, row: Checkpoint) -> bool:
     """Whether the files of a row and of those that it stands on are there in full; one that fails this is made STALE."""
     try:
-        return all(_has_its_file(parts, one) for one in parts.chain(row))
+        return all(_has_its_file(context, one) for one in context.chain(row))
     except FileMissing:  # purged at this moment
         return False
 
 
-def _has_its_file(parts: Parts, row: Checkpoint) -> bool:
+def _has_its_file(context: RegistryContext, row: Checkpoint) -> bool:
     if row.is_covered:
         return True
     try:
-        size = parts.store.size(row.file_path)
+        size = context.store.size(row.file_path)
     except UnsafePath as error:
-        parts.make_stale(row, StaleReason.CORRUPT, str(error))
+        context.make_stale(row, StaleReason.CORRUPT, str(error))
         return False
     if size is None:
-        parts.require_store()
-        parts.make_stale(row, StaleReason.MISSING, "its file is gone")
+        context.require_store()
+        context.make_stale(row, StaleReason.MISSING, "its file is gone")
         return False
     if not row.file_size <= size <= row.file_size + container.MAX_PADDING:
-        parts.make_stale(row, StaleReason.CORRUPT, f"its file has {size} bytes instead of {row.file_size}")
+        context.make_stale(row, StaleReason.CORRUPT, f"its file has {size} bytes instead of {row.file_size}")
         return False
     return True
 
@@ -168,7 +168,11 @@ def model_of(engine: HeldState) -> RegisteredModel:
 
 
 def register(
-    parts: Parts, model: RegisteredModel, new: NewCheckpoint, token_ids: TokenIds, old: Checkpoint | None = None
+    context: RegistryContext,
+    model: RegisteredModel,
+    new: NewCheckpoint,
+    token_ids: TokenIds,
+    old: Checkpoint | None = None,
 ) -> Checkpoint:
     """Adds the row of a file that is in its place, with its links, instead of the row `old`; or gives the row of whoever was
     first. If it fails, the file is removed: except after a commit without an answer, since a row without a file is worse than a
@@ -181,70 +185,72 @@ def register(
     try:
         for _ in range(_MAX_TRIES):
             try:
-                return _insert(parts, model, new, old, token_ids)
+                return _insert(context, model, new, old, token_ids)
             except Conflict as error:
                 conflict = error
-                theirs = usable_or_renewed(parts, new.fingerprint, new.input_hash, new.expires_in_s)
+                theirs = usable_or_renewed(context, new.fingerprint, new.input_hash, new.expires_in_s)
                 if theirs is not None and (old is None or theirs.id != old.id):
                     if theirs.id != new.id:  # else somebody gave our own file its row
-                        _discard(parts, new)
+                        _discard(context, new)
                     return theirs
         raise conflict
-    except CommitUnanswered:
-        if (row := _ask_again(parts, new)) is None:
+    except CommitOutcomeUnknown:
+        if (row := _ask_again(context, new)) is None:
             raise
         return row
     except Exception:
-        if not _is_registered(parts, new):  # else somebody gave our own file its row
-            _discard(parts, new)
+        if not _is_registered(context, new):  # else somebody gave our own file its row
+            _discard(context, new)
         raise
 
 
 def _insert(
-    parts: Parts, model: RegisteredModel, new: NewCheckpoint, old: Checkpoint | None, token_ids: TokenIds
+    context: RegistryContext, model: RegisteredModel, new: NewCheckpoint, old: Checkpoint | None, token_ids: TokenIds
 ) -> Checkpoint:
     """One try at the row with its links. The file is made young before, and looked for after the INSERT: a process that slept
     between its rename and here may have lost it to gc.
     """
     if new.file_size:
-        parts.store.touch(new.file_path)
-    with parts.database.write() as db:
-        marks.make_way(db, new.fingerprint, new.input_hash, new.parent_no, old)
+        context.store.touch(new.file_path)
+    with context.database.write() as db:
+        marks.release_active_key(db, new.fingerprint, new.input_hash, new.parent_no, old)
         rows.put_model(db, model)
         row = rows.insert_checkpoint(db, new)
-        prefixes.link(db, links_of(row, token_ids, parts.block_size))
-        parts.hook("inserted")
-        if new.file_size and parts.store.size(new.file_path) != new.file_size:
+        prefixes.link(db, links_of(row, token_ids, context.block_size))
+        context.hook("inserted")
+        if new.file_size and context.store.size(new.file_path) != new.file_size:
             raise StoreUnavailable(path=new.file_path, reason="it was collected while it was saved; save again")
-    parts.hook("committed")
+    context.hook("committed")
     return row
 
 
-def _ask_again(parts: Parts, new: NewCheckpoint) -> Checkpoint | None:
+def _ask_again(context: RegistryContext, new: NewCheckpoint) -> Checkpoint | None:
     """Whether the row is there after all. If not, it may still come; the file stays, and gc collects it if no row names it."""
     row = None
     with contextlib.suppress(DatabaseUnavailable):  # the caller tells the failure that led here
-        row = parts.database.query(lambda db: rows.get(db, new.id))
+        row = context.database.query(lambda db: rows.get(db, new.id))
     if row is None:
         log.warning("the database gave no answer; %s may be left for gc to collect", new.file_path)
     return row
 
 
-def _is_registered(parts: Parts, new: NewCheckpoint) -> bool:
+def _is_registered(context: RegistryContext, new: NewCheckpoint) -> bool:
     """Whether a row names the file, as far as the database says."""
     with contextlib.suppress(DatabaseUnavailable):  # the caller tells the failure that led here
-        return parts.database.query(lambda db: rows.get(db, new.id)) is not None
+        return context.database.query(lambda db: rows.get(db, new.id)) is not None
     return False
 
 
-def _discard(parts: Parts, new: NewCheckpoint) -> None:
+def _discard(context: RegistryContext, new: NewCheckpoint) -> None:
     try:
-        parts.store.remove(new.file_path)
+        context.store.remove(new.file_path)
     except StoreUnavailable as error:
         log.warning("a file that no row names is left for gc to collect: %s", error)
 
 
-def register_orphan(parts: Parts, model: RegisteredModel, new: NewCheckpoint, token_ids: TokenIds) -> Checkpoint:
+def register_orphan(
+    context: RegistryContext, model: RegisteredModel, new: NewCheckpoint, token_ids: TokenIds
+) -> Checkpoint:
     """Gives a file of our own store its row again, where it lies. If it fails, the file stays for gc.
 
     Raises:
@@ -252,12 +258,12 @@ def register_orphan(parts: Parts, model: RegisteredModel, new: NewCheckpoint, to
         StoreUnavailable: gc has taken the file meanwhile.
         DatabaseUnavailable: the row cannot be written.
     """
-    parts.store.touch(new.file_path)  # gc takes it for fresh until the row is there
-    with parts.database.write() as db:
-        marks.make_way(db, new.fingerprint, new.input_hash, new.parent_no)
+    context.store.touch(new.file_path)  # gc takes it for fresh until the row is there
+    with context.database.write() as db:
+        marks.release_active_key(db, new.fingerprint, new.input_hash, new.parent_no)
         rows.put_model(db, model)
         row = rows.insert_checkpoint(db, new)
-        prefixes.link(db, links_of(row, token_ids, parts.block_size))
+        prefixes.link(db, links_of(row, token_ids, context.block_size))
         collecting.forget_ghosts(db, [new.file_path])
-        parts.store.modified_ns(new.file_path)  # gc may have taken it before the touch
+        context.store.modified_ns(new.file_path)  # gc may have taken it before the touch
     return row

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from llama_ckpt.checkpoints.read import Asked, Cells, Reading, cells_of, other_mode
 from llama_ckpt.checkpoints.save import token_ids_of
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import leases, usage
 from llama_ckpt.engine import Engine
 from llama_ckpt.errors import (
@@ -26,7 +26,7 @@ from llama_ckpt.errors import (
     Unsupported,
     without_frames,
 )
-from llama_ckpt.fingerprint import Input, TokenIds, input_hash, tokens_hash
+from llama_ckpt.fingerprint import Input, TokenIds, hash_input, tokens_hash
 from llama_ckpt.formats.kv import edit as kv_edit
 from llama_ckpt.metrics import Event
 from llama_ckpt.values import Checkpoint, MatchResult, MergeResult, Outcome, RestoreResult
@@ -64,7 +64,7 @@ class RestoreOptions:
 
 
 def restore(
-    parts: Parts, engine: Engine, given: Input, match: Callable[..., MatchResult], options: RestoreOptions
+    context: RegistryContext, engine: Engine, given: Input, match: Callable[..., MatchResult], options: RestoreOptions
 ) -> RestoreResult:
     """As `Registry.restore`; `match` is `Registry.match`. The checkpoint that it names may be longer or shorter than the input,
     or differ from it after `n_matching` tokens: these are restored. Where one turns out to be of no use, the next best is tried.
@@ -72,16 +72,16 @@ def restore(
     started = time.perf_counter()
     token_ids = token_ids_of(engine, given)
     found = _found(engine, given, token_ids, match, options)
-    first = result = _tried(parts, engine, given, token_ids, found, options)
+    first = result = _tried(context, engine, given, token_ids, found, options)
     for _ in range(_MORE_TRIES):
         if result.outcome is not Outcome.NO_MATCH or result.checkpoint is None:
             break
         found = _found(engine, given, token_ids, match, options)
         if found.checkpoint is None or found.checkpoint.id == result.checkpoint.id:
             break  # there is no other
-        result = _tried(parts, engine, given, token_ids, found, options)
+        result = _tried(context, engine, given, token_ids, found, options)
     told = first if result.outcome is Outcome.NO_MATCH else result  # the best one's fault says most
-    parts.metrics.count(told.outcome.value)
+    context.metrics.count(told.outcome.value)
     return replace(told, elapsed_s=time.perf_counter() - started)
 
 
@@ -112,14 +112,19 @@ def _found(
 
 
 def _tried(
-    parts: Parts, engine: Engine, given: Input, token_ids: TokenIds, found: MatchResult, options: RestoreOptions
+    context: RegistryContext,
+    engine: Engine,
+    given: Input,
+    token_ids: TokenIds,
+    found: MatchResult,
+    options: RestoreOptions,
 ) -> RestoreResult:
     """What comes of one answer: of a checkpoint, if it names one, what its load does."""
     outcome, reason, error, n_evaluated = found.outcome, found.reason, found.error, 0
     if found.checkpoint is not None:
         try:
             _require_same_tokens(found.checkpoint, given, token_ids)
-            n_evaluated = _load(parts, engine, found.checkpoint, token_ids, found.n_matching, options)
+            n_evaluated = _load(context, engine, found.checkpoint, token_ids, found.n_matching, options)
             reason = "restored"
         except BadInput:
             raise
@@ -137,7 +142,7 @@ def _tried(
     )
 
 
-def merge(parts: Parts, engine: Engine, row: Checkpoint) -> MergeResult:
+def merge(context: RegistryContext, engine: Engine, row: Checkpoint) -> MergeResult:
     """As `Registry.merge`, for a row."""
     started = time.perf_counter()
     held = engine.held_token_ids()
@@ -151,10 +156,10 @@ def merge(parts: Parts, engine: Engine, row: Checkpoint) -> MergeResult:
     _require_room(engine, row.n_tokens)
     head = engine.capture()
     asked = Asked(begins_with=held, n_tokens=row.n_tokens)
-    with _leased(parts, row) as reading, cells_of(parts, engine, row, asked, reading) as cells:
+    with _leased(context, row) as reading, cells_of(context, engine, row, asked, reading) as cells:
         joined = kv_edit.join(head, kv_edit.tail(cells.state, len(held)))
         _take(engine, Cells(state=joined, token_ids=cells.token_ids))
-    parts.metrics.count("merged")
+    context.metrics.count("merged")
     return MergeResult(
         checkpoint=row,
         n_merged=row.n_tokens - len(held),
@@ -164,7 +169,12 @@ def merge(parts: Parts, engine: Engine, row: Checkpoint) -> MergeResult:
 
 
 def _load(
-    parts: Parts, engine: Engine, row: Checkpoint, token_ids: TokenIds, n_tokens: int, options: RestoreOptions
+    context: RegistryContext,
+    engine: Engine,
+    row: Checkpoint,
+    token_ids: TokenIds,
+    n_tokens: int,
+    options: RestoreOptions,
 ) -> int:
     """Brings the first `n_tokens` cells into the engine, and gives how many tokens were evaluated for it."""
     _require_room(engine, n_tokens)
@@ -175,7 +185,7 @@ def _load(
         transpose_v=options.transpose_v,
     )
     live = None if options.layers is None else _live_state(engine, token_ids)
-    with _leased(parts, row) as reading, cells_of(parts, engine, row, asked, reading) as cells:
+    with _leased(context, row) as reading, cells_of(context, engine, row, asked, reading) as cells:
         if live is not None:
             state = kv_edit.replace_layers(live, cells.state, options.layers or ())
             cells = Cells(state=state, token_ids=cells.token_ids)
@@ -213,12 +223,12 @@ def _require_same_tokens(row: Checkpoint, given: Input, token_ids: TokenIds) -> 
     """A checkpoint of the very input must be of its very tokens. One of another input shares a prefix, and that is looked at when
     the file is open.
     """
-    if row.input_hash == input_hash(given) and row.tokens_hash != tokens_hash(token_ids):
+    if row.input_hash == hash_input(given) and row.tokens_hash != tokens_hash(token_ids):
         raise Incompatible(reason="the engine's tokenizer gives other tokens for this input than at the save")
 
 
 @contextmanager
-def _leased(parts: Parts, row: Checkpoint) -> Iterator[Reading]:
+def _leased(context: RegistryContext, row: Checkpoint) -> Iterator[Reading]:
     """A row that is leased while the block reads its files. Afterwards the lease is given back, and with it is recorded what the
     block met and what became of it: a hit, or a row that went STALE for what the block raised, and the deltas on it with it.
 
@@ -226,38 +236,38 @@ def _leased(parts: Parts, row: Checkpoint) -> Iterator[Reading]:
         DatabaseUnavailable: the row cannot be leased.
         Incompatible: it is not ACTIVE any more.
     """
-    with parts.database.write() as db:
+    with context.database.write() as db:
         until = leases.lease(db, row)
     if until is None:
         raise Incompatible(reason=f"checkpoint {row.id} went STALE at this moment")
-    parts.hook("leased")
+    context.hook("leased")
     reading = Reading(row)
     try:
         yield reading
     except LlamaCkptError as error:
-        _record(parts, row, until, reading.events, hit=False)
+        _record(context, row, until, reading.events, hit=False)
         with _noted(reading.row):
-            parts.condemn(reading.row, error)
+            context.condemn(reading.row, error)
         raise
-    _record(parts, row, until, reading.events, hit=True)
+    _record(context, row, until, reading.events, hit=True)
 
 
-def _record(parts: Parts, row: Checkpoint, until: int, events: set[Event], *, hit: bool) -> None:
+def _record(context: RegistryContext, row: Checkpoint, until: int, events: set[Event], *, hit: bool) -> None:
     """Gives the lease back, counts the hit and the events: one transaction."""
     for event in events:
-        parts.metrics.count(event.value)
+        context.metrics.count(event.value)
     with _noted(row):
         for n_left in range(
             len(events), -1, -1
         ):  # of each event another process may count its day's first at this moment
             try:
-                with parts.database.write() as db:
+                with context.database.write() as db:
                     leases.release(db, row, until, hit=hit)
                     usage.count(db, [event.value for event in events])
                 return
             except Conflict as error:
                 if n_left == 0:
-                    raise DatabaseUnavailable(url=parts.database.shown_url, reason=str(error)) from error
+                    raise DatabaseUnavailable(url=context.database.shown_url, reason=str(error)) from error
 
 
 @contextmanager

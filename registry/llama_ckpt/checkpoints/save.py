@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from llama_ckpt.checkpoints import budget as admission
-from llama_ckpt.checkpoints.deltas import Place, place_of
+from llama_ckpt.checkpoints.deltas import DeltaPlan, plan_delta
 from llama_ckpt.checkpoints.register import SaveOptions, claim_store, clean_name, model_of, register, usable_or_renewed
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.engine import HeldState
 from llama_ckpt.errors import Conflict, EngineStateMismatch
-from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, input_hash, text_bytes, tokens_hash
+from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, hash_input, text_bytes, tokens_hash
 from llama_ckpt.formats import container
 from llama_ckpt.formats.kv import edit as kv_edit
 from llama_ckpt.formats.kv import state as kv_state
@@ -29,13 +29,18 @@ log = logging.getLogger("llama_ckpt")
 
 
 def save(
-    parts: Parts, engine: HeldState, given: Input, options: SaveOptions, *, instead_of: Checkpoint | None = None
+    context: RegistryContext,
+    engine: HeldState,
+    given: Input,
+    options: SaveOptions,
+    *,
+    instead_of: Checkpoint | None = None,
 ) -> SaveResult:
     """As `Registry.save`. `instead_of` is a row that a restore found of no use to this engine: it is superseded."""
     started = time.perf_counter()
-    of_input = input_hash(given)
+    input_hash = hash_input(given)
     digest = engine.fingerprint.digest
-    row, old = usable_or_renewed(parts, digest, of_input, options.expires_in_s), None
+    row, old = usable_or_renewed(context, digest, input_hash, options.expires_in_s), None
     if row is not None and not _stands_for(row, engine, given, instead_of):
         row, old = None, row
     if row is not None:
@@ -43,13 +48,13 @@ def save(
     else:
         token_ids = token_ids_of(engine, given)
         _require_held(engine, token_ids)
-        result = write(parts, _captured(engine, of_input, token_ids), options, old)
-    parts.metrics.count(result.outcome.value)
+        result = write(context, _captured(engine, input_hash, token_ids), options, old)
+    context.metrics.count(result.outcome.value)
     return replace(result, elapsed_s=time.perf_counter() - started)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
+class CapturedState:
     """The state of an input that belongs to an engine's model. `written_by` is metadata that tells who computed it.
 
     Raises:
@@ -57,7 +62,7 @@ class Captured:
     """
 
     engine: HeldState
-    of_input: bytes
+    input_hash: bytes
     token_ids: TokenIds
     payload: memoryview
     written_by: Mapping[str, str]
@@ -72,46 +77,50 @@ class Captured:
         return self.engine.memory_kind is MemoryKind.FULL
 
 
-def _captured(engine: HeldState, of_input: bytes, token_ids: TokenIds) -> Captured:
-    return Captured(
+def _captured(engine: HeldState, input_hash: bytes, token_ids: TokenIds) -> CapturedState:
+    return CapturedState(
         engine=engine,
-        of_input=of_input,
+        input_hash=input_hash,
         token_ids=token_ids,
         payload=engine.capture(),
         written_by={"engine": engine.engine_name},
     )
 
 
-def write(parts: Parts, captured: Captured, options: SaveOptions, old: Checkpoint | None = None) -> SaveResult:
+def write(
+    context: RegistryContext, captured: CapturedState, options: SaveOptions, old: Checkpoint | None = None
+) -> SaveResult:
     """Writes what of a state is not stored yet, and registers it, instead of the row `old`. If the checkpoint that it stands on
     goes meanwhile, it is written in full.
 
     Raises:
         StoreFull, StoreUnavailable, DatabaseUnavailable: as `Registry.save`.
     """
-    claim_store(parts)
-    place = place_of(parts, captured.engine, captured.token_ids, captured.payload, old)
+    claim_store(context)
+    place = plan_delta(context, captured.engine, captured.token_ids, captured.payload, old)
     if place.parent is not None:
         try:
-            return _write(parts, captured, options, old, place)
+            return _write(context, captured, options, old, place)
         except Conflict as error:
             log.info("written in full: %s", error)
-    return _write(parts, captured, options, old, replace(place, parent=None, start_token=0))
+    return _write(context, captured, options, old, replace(place, parent=None, start_token=0))
 
 
-def _write(parts: Parts, captured: Captured, options: SaveOptions, old: Checkpoint | None, place: Place) -> SaveResult:
+def _write(
+    context: RegistryContext, captured: CapturedState, options: SaveOptions, old: Checkpoint | None, place: DeltaPlan
+) -> SaveResult:
     new, head, payload = _encode(captured, options, place)
-    granted = admission.admit(parts, new)
+    granted = admission.admit(context, new)
     if granted.refused is not None:
         return SaveResult(
             outcome=SaveOutcome.REFUSED, checkpoint=None, bytes_written=0, elapsed_s=0.0, reason=granted.refused
         )
     try:
         if new.file_size:
-            parts.store.write(new.id, head, payload)
-        row = register(parts, model_of(captured.engine), new, captured.token_ids, old)
+            context.store.write(new.id, head, payload)
+        row = register(context, model_of(captured.engine), new, captured.token_ids, old)
     finally:
-        admission.release(parts, granted)
+        admission.release(context, granted)
     if row.id != new.id:
         return SaveResult(outcome=SaveOutcome.DEDUPLICATED, checkpoint=row, bytes_written=0, elapsed_s=0.0)
     return SaveResult(outcome=SaveOutcome.SAVED, checkpoint=row, bytes_written=new.file_size, elapsed_s=0.0)
@@ -149,7 +158,7 @@ def _require_held(engine: HeldState, token_ids: TokenIds) -> None:
         raise EngineStateMismatch(reason=f"they differ from token {int(differ[0])} on")
 
 
-def _encode(captured: Captured, options: SaveOptions, place: Place) -> tuple[NewCheckpoint, bytes, memoryview]:
+def _encode(captured: CapturedState, options: SaveOptions, place: DeltaPlan) -> tuple[NewCheckpoint, bytes, memoryview]:
     """The row, the bytes before the payload, and the payload: of what the parent does not hold. No bytes where it holds all."""
     engine, token_ids, start = captured.engine, captured.token_ids, place.start_token
     head, payload, full = b"", memoryview(b""), None
@@ -161,7 +170,7 @@ def _encode(captured: Captured, options: SaveOptions, place: Place) -> tuple[New
         id=checkpoint_id,
         model_name=clean_name(engine.model_name),
         fingerprint=engine.fingerprint.digest,
-        input_hash=captured.of_input,
+        input_hash=captured.input_hash,
         tokens_hash=tokens_hash(token_ids),
         n_tokens=len(token_ids),
         memory_kind=engine.memory_kind,
@@ -179,7 +188,7 @@ def _encode(captured: Captured, options: SaveOptions, place: Place) -> tuple[New
     return new, head, payload
 
 
-def _head(captured: Captured, payload: memoryview, place: Place) -> tuple[bytes, container.Header]:
+def _head(captured: CapturedState, payload: memoryview, place: DeltaPlan) -> tuple[bytes, container.Header]:
     engine, start = captured.engine, place.start_token
     state = kv_state.parse(payload)
     header = container.Header(
@@ -191,7 +200,7 @@ def _head(captured: Captured, payload: memoryview, place: Place) -> tuple[bytes,
         n_kv_head=engine.dimensions.n_kv_head,
         metadata_size=0,
         fingerprint=engine.fingerprint.digest,
-        input_hash=captured.of_input,
+        input_hash=captured.input_hash,
         created_ns=time.time_ns(),
     )
     metadata = {

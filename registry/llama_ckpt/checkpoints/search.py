@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 
 from llama_ckpt.checkpoints import match as matching
-from llama_ckpt.checkpoints.match import Head
-from llama_ckpt.context import Parts
+from llama_ckpt.checkpoints.match import CandidateTokens
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import prefixes, rows
 from llama_ckpt.db.connect import Connection
 from llama_ckpt.engine import Vocabulary
@@ -44,12 +44,12 @@ Unreadable = CorruptFile | FileMissing | UnsafePath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class MatchQuery:
     """What `Registry.match` was asked: an input hash, and where they are known the input or its token ids. The rest says which
     models count, as there. What begins with fewer than `at_least` tokens of the input need not be looked for.
     """
 
-    of_input: bytes
+    input_hash: bytes
     given: Input | None = None
     token_ids: TokenIds | None = None
     vocabulary: Vocabulary | None = None
@@ -82,63 +82,67 @@ class Question:
         return self.known_ids()
 
 
-def match(parts: Parts, question: Question) -> MatchResult:
+def match(context: RegistryContext, question: MatchQuery) -> MatchResult:
     """As `Registry.match`: the same input by its hash first, then by prefix where token ids are known."""
     try:
-        return _match(parts, question)
+        return _match(context, question)
     except (DatabaseUnavailable, StoreUnavailable) as error:
         told = without_frames(error)
-        return MatchResult(outcome=Outcome.FAILED, reason=str(error), input_hash=question.of_input, error=told)
+        return MatchResult(outcome=Outcome.FAILED, reason=str(error), input_hash=question.input_hash, error=told)
 
 
-def _match(parts: Parts, question: Question) -> MatchResult:
-    known, of_input, wanted = question.known_ids(), question.of_input, question.fingerprint
+def _match(context: RegistryContext, question: MatchQuery) -> MatchResult:
+    known, input_hash, wanted = question.known_ids(), question.input_hash, question.fingerprint
     models: dict[bytes, RegisteredModel] = {}
     found_rows: list[Checkpoint] = []
     if wanted is None:
-        found_rows, models = _of_this_input(parts, question)
+        found_rows, models = _of_this_input(context, question)
         mine = [r for r in found_rows if question.fits(models[r.fingerprint], r.model_name)]
     else:
-        row = parts.database.query(lambda db: rows.find_active(db, wanted.digest, of_input))
+        row = context.database.query(lambda db: rows.find_active(db, wanted.digest, input_hash))
         mine = [] if row is None else [row]
     if usable := [row for row in mine if matching.why_not_whole(row, known) is None]:
-        return matching.decide(of_input, usable, [], wanted)
+        return matching.decide(input_hash, usable, [], wanted)
     token_ids, found = question.ids(), None
     if token_ids is not None:
         digests = (
             [m.fingerprint.digest for m in models.values() if question.fits(m)] if wanted is None else [wanted.digest]
         )
-        found = _by_prefix(parts, question, token_ids, digests)
+        found = _by_prefix(context, question, token_ids, digests)
         if found.outcome is Outcome.HIT:
             return found
     elif mine:
         reason = matching.why_not_whole(mine[0], None) or ""
-        return MatchResult(outcome=Outcome.NO_MATCH, reason=reason, input_hash=of_input, nearest=mine[0])
+        return MatchResult(outcome=Outcome.NO_MATCH, reason=reason, input_hash=input_hash, nearest=mine[0])
     if wanted is not None:
-        found_rows, models = _of_this_input(parts, question)
+        found_rows, models = _of_this_input(context, question)
     others = [(r, models[r.fingerprint]) for r in found_rows if not question.fits(models[r.fingerprint], r.model_name)]
-    return found if found is not None and not others else matching.decide(of_input, [], others, wanted)
+    return found if found is not None and not others else matching.decide(input_hash, [], others, wanted)
 
 
-def _of_this_input(parts: Parts, question: Question) -> tuple[list[Checkpoint], dict[bytes, RegisteredModel]]:
+def _of_this_input(
+    context: RegistryContext, question: MatchQuery
+) -> tuple[list[Checkpoint], dict[bytes, RegisteredModel]]:
     """The rows of this input hash under any fingerprint, and all models by their fingerprints."""
-    found_rows = parts.database.query(lambda db: rows.find_by_input(db, question.of_input))
+    found_rows = context.database.query(lambda db: rows.find_by_input(db, question.input_hash))
     if not found_rows and question.fingerprint is not None:
         return [], {}
     # Models after rows: a row's model is there before the row is.
-    models = {m.fingerprint.digest: m for m in parts.database.query(rows.models)}
+    models = {m.fingerprint.digest: m for m in context.database.query(rows.models)}
     return [row for row in found_rows if row.fingerprint in models], models
 
 
-def _by_prefix(parts: Parts, question: Question, token_ids: TokenIds, digests: Sequence[bytes]) -> MatchResult:
-    heads: list[Head] = []
+def _by_prefix(
+    context: RegistryContext, question: MatchQuery, token_ids: TokenIds, digests: Sequence[bytes]
+) -> MatchResult:
+    heads: list[CandidateTokens] = []
     trouble: StoreUnavailable | None = None
     for digest in digests[:MOST_MODELS]:
-        search = _Search(parts, digest, token_ids, question.at_least)
+        search = _Search(context, digest, token_ids, question.at_least)
         heads += search.heads()
         trouble = trouble or search.trouble
     text_of = None if question.vocabulary is None else question.vocabulary.text_of
-    found = matching.by_prefix(question.of_input, token_ids, heads, parts.min_match_tokens, text_of)
+    found = matching.by_prefix(question.input_hash, token_ids, heads, context.min_match_tokens, text_of)
     if found.outcome is not Outcome.HIT and trouble is not None:
         raise trouble
     return found
@@ -148,30 +152,30 @@ def _by_prefix(parts: Parts, question: Question, token_ids: TokenIds, digests: S
 class _Search:
     """The look for one model's best checkpoints. `trouble` is a fault of the moment for which a candidate was passed over."""
 
-    parts: Parts
+    context: RegistryContext
     digest: bytes
     token_ids: TokenIds
     at_least: int
     trouble: StoreUnavailable | None = None
     _seen: set[int] = field(default_factory=set)
 
-    def heads(self) -> list[Head]:
+    def heads(self) -> list[CandidateTokens]:
         """Checkpoints among which is the best one, or the nearest; at most 16 files were looked at.
 
         From the deepest block that is linked down: what lies deeper begins with more tokens of the input. It goes further down
         only where nothing of a block can be used: it cannot be cut, has expired, or its file turned out to be of no use.
         """
-        size = self.parts.block_size
+        size = self.context.block_size
         chain = prefix_hashes(self.digest, self.token_ids, size)
-        deepest, rows = self.parts.database.query(partial(self._deepest, chain))
+        deepest, rows = self.context.database.query(partial(self._deepest, chain))
         most = self._most(deepest)
-        heads: list[Head] = []
+        heads: list[CandidateTokens] = []
         spare: list[Checkpoint] = []
         best = 0
         for depth in range(deepest, -1, -1):
             if depth < deepest:
-                rows = self.parts.database.query(partial(self._rows_at, chain, depth))
-            self.parts.hook("looked up")
+                rows = self.context.database.query(partial(self._rows_at, chain, depth))
+            self.context.hook("looked up")
             for row, is_prefix in self._in_order(rows, most):
                 if row.memory_kind is not MemoryKind.FULL and not (is_prefix and row.n_tokens < len(self.token_ids)):
                     spare.append(row)
@@ -186,7 +190,7 @@ class _Search:
 
     def _most(self, depth: int) -> int:
         """With how many tokens of the input a checkpoint begins at most, if it has its first `depth` blocks and not the next."""
-        return min(len(self.token_ids), (depth + 1) * self.parts.block_size - 1)
+        return min(len(self.token_ids), (depth + 1) * self.context.block_size - 1)
 
     def _deepest(self, chain: Sequence[bytes], db: Connection) -> tuple[int, list[Checkpoint]]:
         """How many blocks of the input are linked, and the rows to look at first; none if they would be too short."""
@@ -197,7 +201,7 @@ class _Search:
         """Rows that begin with the first `depth` blocks of the input: whatever ends inside the next block and is a beginning of
         the input, and 16 others, smallest first; of no block, where nothing is shared yet, those that were saved last.
         """
-        size, before = self.parts.block_size, chain[depth - 1] if depth else self.digest
+        size, before = self.context.block_size, chain[depth - 1] if depth else self.digest
         start, end = depth * size, (depth + 1) * size
         if start:
             rows, are_all = prefixes.sharing(db, before, MOST_HEADS)
@@ -223,27 +227,27 @@ class _Search:
             (whole if is_whole else others).append((row, is_whole))
         return sorted(whole, key=lambda told: -told[0].n_tokens) + others
 
-    def _head(self, row: Checkpoint) -> Head | None:
+    def _head(self, row: Checkpoint) -> CandidateTokens | None:
         """A row with its token ids, if it was not looked at already and its files are in order."""
         if row.ckpt_no in self._seen or len(self._seen) >= MOST_HEADS:
             return None
         self._seen.add(row.ckpt_no)
         try:
-            token_ids = token_ids_of(self.parts, row, self._broken)
+            token_ids = token_ids_of(self.context, row, self._broken)
         except (CorruptFile, FileMissing, UnsafePath):
             return None  # told by `_broken`
         except StoreUnavailable as error:
             log.warning("checkpoint %s cannot be looked at now: %s", row.id, error)
             self.trouble = error
             return None
-        return Head(row, token_ids, matching.common_prefix(self.token_ids, token_ids))
+        return CandidateTokens(row, token_ids, matching.common_prefix(self.token_ids, token_ids))
 
     def _broken(self, row: Checkpoint, error: Unreadable) -> None:
         """Makes a row STALE whose file is missing or damaged. One that the database cannot be told of stays for a restore."""
         if isinstance(error, FileMissing):
-            self.parts.require_store()
+            self.context.require_store()
         try:
-            self.parts.condemn(row, error)
+            self.context.condemn(row, error)
         except DatabaseUnavailable as lost:
             log.warning("what became of checkpoint %s was not recorded: %s", row.id, lost)
 
@@ -253,7 +257,7 @@ def _tell_nobody(_row: Checkpoint, _error: Unreadable) -> None:
 
 
 def token_ids_of(
-    parts: Parts, row: Checkpoint, broken: Callable[[Checkpoint, Unreadable], None] = _tell_nobody
+    context: RegistryContext, row: Checkpoint, broken: Callable[[Checkpoint, Unreadable], None] = _tell_nobody
 ) -> TokenIds:
     """All token ids of a checkpoint, as the head of its file has them, checked against their CRC and the row; of a delta with
     those before it, from its parents' files. Shape `[n_tokens]`. `broken` hears which row's file is of no use.
@@ -264,16 +268,16 @@ def token_ids_of(
         DatabaseUnavailable: a delta's parent cannot be looked up.
     """
     try:
-        start, token_ids = _own_ids(parts, row)
+        start, token_ids = _own_ids(context, row)
     except (CorruptFile, FileMissing, UnsafePath) as error:
         broken(row, error)
         raise
     if start and row.parent_no is not None:
         parent_no = row.parent_no
-        parent = parts.database.query(lambda db: rows.by_number(db, parent_no))
+        parent = context.database.query(lambda db: rows.by_number(db, parent_no))
         if parent is None:
             raise FileMissing(path=f"{row.file_path} (the checkpoint that it is a delta of)")
-        token_ids = np.concatenate([token_ids_of(parts, parent, broken)[:start], token_ids])
+        token_ids = np.concatenate([token_ids_of(context, parent, broken)[:start], token_ids])
     if tokens_hash(token_ids) != row.tokens_hash:
         wrong = CorruptFile(path=row.file_path, check="Row", reason="its token ids are not those of the row")
         broken(row, wrong)
@@ -281,14 +285,14 @@ def token_ids_of(
     return token_ids
 
 
-def _own_ids(parts: Parts, row: Checkpoint) -> tuple[int, TokenIds]:
+def _own_ids(context: RegistryContext, row: Checkpoint) -> tuple[int, TokenIds]:
     """The token ids in a checkpoint's own file, and the position of the first."""
     if row.is_covered:
         return row.start_token, np.empty(0, dtype=np.int32)
-    data, size = parts.store.beginning(row.file_path, _GUESS + 4 * row.n_tokens)
+    data, size = context.store.beginning(row.file_path, _GUESS + 4 * row.n_tokens)
     header, padding = container.read_header(memoryview(data), row.file_path, size)
     if padding + header.payload_offset > len(data):
-        data, size = parts.store.beginning(row.file_path, padding + header.payload_offset)
+        data, size = context.store.beginning(row.file_path, padding + header.payload_offset)
         header, padding = container.read_header(memoryview(data), row.file_path, size)
     if header.fingerprint != row.fingerprint:
         raise CorruptFile(path=row.file_path, check="Row", reason="its fingerprint is not that of the row")

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from llama_ckpt.collector.plan import Planner
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import collecting, coordination, marks, rows
 from llama_ckpt.errors import Busy, StoreUnavailable, UnsafePath
-from llama_ckpt.gc_values import Disk, GcItem, GcKind, GcPlan, GcReport, GcRun, RuleOpinion, Sweep, Verdict
+from llama_ckpt.gc_values import CollectionSummary, Disk, GcItem, GcKind, GcPlan, GcReport, GcRun, RuleOpinion, Verdict
 from llama_ckpt.retention import explain as explaining
 from llama_ckpt.retention import policy as retention
 from llama_ckpt.retention.policy import Policy
 from llama_ckpt.store.layout import QUARANTINE
-from llama_ckpt.threads import at_once
+from llama_ckpt.threads import run_parallel
 from llama_ckpt.values import Checkpoint, StaleReason
 
 _CHANGED = "skipped: it changed since the plan"
@@ -99,10 +99,10 @@ class _Pace:
 class Collector:
     """Prune and gc over one registry's rows and files. One run at a time over all hosts, by a lease with an expiry."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._database = parts.database
-        self._store = parts.store
+    def __init__(self, context: RegistryContext) -> None:
+        self._context = context
+        self._database = context.database
+        self._store = context.store
         self._holder = f"{socket.gethostname()[:60]}:{os.getpid()}:{time.monotonic_ns()}"
 
     # -- prune -----------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Collector:
             numbers = collecting.mark_untouched(db, {v.row: v.stale_reason for v in batch})
             done = [v for v in batch if v.row.ckpt_no in numbers]
             coordination.add_run_items(db, run_no, first, [(_marked(v), "marked") for v in done])
-            self._parts.hook("marked")
+            self._context.hook("marked")
         return done
 
     # -- gc --------------------------------------------------------------------------------------------------------
@@ -188,12 +188,12 @@ class Collector:
         `force` with the registry's id overrides a refusal.
 
         Raises:
-            EvidenceRefused: what was seen suggests that store and database do not belong together, or that the store is
+            StoreMismatch: what was seen suggests that store and database do not belong together, or that the store is
                 not there (not mounted).
             StoreUnavailable: the store cannot be walked in full.
             DatabaseUnavailable: the database cannot be read.
         """
-        planner = Planner(self._parts, stale_grace_s=stale_grace_s, ghost_grace_s=ghost_grace_s, at_once=at_once)
+        planner = Planner(self._context, stale_grace_s=stale_grace_s, ghost_grace_s=ghost_grace_s, at_once=at_once)
         return planner.plan(only, force)
 
     def run(
@@ -214,7 +214,7 @@ class Collector:
         """
         progress, pace, started = _Progress(), _Pace(self._database.dialect), time.monotonic()
         with self.only_run() as fence:
-            self._store.claim(self._parts.registry_id)  # an unmarked store gets here by force only, or empty
+            self._store.claim(self._context.registry_id)  # an unmarked store gets here by force only, or empty
             run_no = self._start("gc")
             try:
                 for batch in pace.batches(plan.items[:max_delete]):
@@ -222,7 +222,7 @@ class Collector:
                         break
                     with pace.timed():
                         results = self._take_rows(run_no, fence, batch, progress)
-                    self._parts.hook("rows deleted")
+                    self._context.hook("rows deleted")
                     self._finish_all(results, progress)
                 self._remember(plan, progress)
             finally:
@@ -268,7 +268,7 @@ class Collector:
         """Finishes the items of a batch. Interrupted, `progress` has what was done."""
         done: dict[int, tuple[GcItem, str, int]] = {}
         try:
-            at_once(self._finish, results, _UNLINKS_AT_ONCE, done)
+            run_parallel(self._finish, results, _UNLINKS_AT_ONCE, done)
         finally:
             progress.add([done[at] for at in sorted(done)])
 
@@ -290,7 +290,7 @@ class Collector:
             return item, f"failed: {error}", 0
         if size is None:
             return item, _CHANGED, 0
-        self._parts.hook("file deleted")
+        self._context.hook("file deleted")
         return item, "deleted", size
 
     def _remember(self, plan: GcPlan, progress: _Progress) -> None:
@@ -310,18 +310,18 @@ class Collector:
         except (StoreUnavailable, UnsafePath):
             return None  # it is not among the files that a walk finds
 
-    def sweep(self, policy: Policy, stopped: Callable[[], bool] = never) -> Sweep:
+    def sweep(self, policy: Policy, stopped: Callable[[], bool] = never) -> CollectionSummary:
         """Prunes by the policy, then frees what is due: what a schedule does at each run. When `stopped` says so it ends after
         the batch at hand.
 
         Raises:
             Busy: another run is under way.
-            EvidenceRefused, StoreUnavailable, DatabaseUnavailable: as `plan` and `run`.
+            StoreMismatch, StoreUnavailable, DatabaseUnavailable: as `plan` and `run`.
         """
         marked = self.prune(self.plan_prune(policy), stopped)
         plan = self.plan(stale_grace_s=policy.stale_grace_s, ghost_grace_s=policy.ghost_grace_s)
         report = self.run(plan, stopped=stopped)
-        return Sweep(
+        return CollectionSummary(
             n_marked=len(marked), n_items=len(report.done), n_failed=report.n_failed, freed_bytes=report.freed_bytes
         )
 

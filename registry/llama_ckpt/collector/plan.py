@@ -9,11 +9,11 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import collecting, rows
-from llama_ckpt.errors import CorruptFile, EvidenceRefused, StoreUnavailable, UnsafePath
+from llama_ckpt.errors import CorruptFile, StoreMismatch, StoreUnavailable, UnsafePath
 from llama_ckpt.formats import container
-from llama_ckpt.gc_values import Finding, FindingKind, GcItem, GcKind, GcPlan, SeenRow, StoredFile
+from llama_ckpt.gc_values import FileRow, Finding, FindingKind, GcItem, GcKind, GcPlan, RowVersion
 from llama_ckpt.store import writers as owners
 from llama_ckpt.store.layout import Entry
 from llama_ckpt.store.writers import Owner
@@ -46,9 +46,9 @@ class _Found:
 class Planner:
     """Plans gc over one registry's rows and files."""
 
-    def __init__(self, parts: Parts, *, stale_grace_s: float, ghost_grace_s: float, at_once: bool) -> None:
-        self._parts = parts
-        self._store = parts.store
+    def __init__(self, context: RegistryContext, *, stale_grace_s: float, ghost_grace_s: float, at_once: bool) -> None:
+        self._context = context
+        self._store = context.store
         self._stale_grace_s = stale_grace_s
         self._ghost_grace_s = ghost_grace_s
         self._at_once = at_once
@@ -56,9 +56,9 @@ class Planner:
     def plan(self, only: Collection[GcKind] | None, force: str | None) -> GcPlan:
         """As `Collector.plan`."""
         entries = list(self._store.walk())
-        self._parts.hook("walked")
+        self._context.hook("walked")
         found = self._compare(entries)
-        if force != self._parts.registry_id:
+        if force != self._context.registry_id:
             self._require_clock(found.now_us)
             self._require_evidence(entries, found)
         foreign = [
@@ -78,7 +78,7 @@ class Planner:
     def _compare(self, entries: Sequence[Entry]) -> _Found:
         """One pass over the rows; what no row names is a ghost."""
         unnamed = {entry.path: entry for entry in entries if entry.kind != "foreign"}
-        with self._parts.database.read() as db:
+        with self._context.database.read() as db:
             found = _Found(now_us=rows.clock_us(db), n_files=len(entries))
             seen = collecting.ghosts_seen(db)
             for row in collecting.stored_files(db):
@@ -92,7 +92,7 @@ class Planner:
             self._judge_ghost(entry, found, seen)
         return found
 
-    def _stale_item(self, row: StoredFile, now_us: int, entry: Entry | None) -> Iterator[GcItem]:
+    def _stale_item(self, row: FileRow, now_us: int, entry: Entry | None) -> Iterator[GcItem]:
         age_s = (now_us - (row.stale_us or now_us)) / _S
         leased = row.lease_until_us is not None and row.lease_until_us > now_us
         # A file whose row says that it has none was about to be unlinked when its process was killed: nothing counts its bytes.
@@ -106,7 +106,7 @@ class Planner:
         kind = GcKind.UNREADABLE if unreadable else GcKind.STALE
         yield _item(row, kind, f"STALE: {row.stale_reason}", age_s, row.file_size, mtime_ns)
 
-    def _missing_item(self, row: StoredFile, now_us: int) -> Iterator[GcItem]:
+    def _missing_item(self, row: FileRow, now_us: int) -> Iterator[GcItem]:
         # A file that was saved after the walk is not in it: the file itself decides.
         if self._store.is_gone(row.file_path):
             yield _item(row, GcKind.MISSING, "its file is gone", (now_us - row.created_us) / _S, 0)
@@ -144,7 +144,7 @@ class Planner:
     # -- evidence ------------------------------------------------------------------------------------------------------
 
     def _require_evidence(self, entries: Sequence[Entry], found: _Found) -> None:
-        registry_id, root, owner = self._parts.registry_id, self._store.root, self._store.owner()
+        registry_id, root, owner = self._context.registry_id, self._store.root, self._store.owner()
         n_ghosts, n_missing = len(found.ghosts) + len(found.waiting), len(found.missing)
         n_files = len(entries)
         evidence = None
@@ -159,17 +159,17 @@ class Planner:
         elif n_missing >= _FEW and n_missing > _SHARE * found.n_rows:
             evidence = f"the files of {n_missing} of {found.n_rows} rows are gone: is all of {root} mounted?"
         if evidence:
-            raise EvidenceRefused(evidence=evidence, registry_id=registry_id)
+            raise StoreMismatch(evidence=evidence, registry_id=registry_id)
 
     def _require_clock(self, now_us: int) -> None:
         apart_s = time.time() - now_us / _S
         if abs(apart_s) > _CLOCKS_APART_S:
             evidence = f"this host's clock is {apart_s:+.0f} s from the database's, and files are aged by it"
-            raise EvidenceRefused(evidence=evidence, registry_id=self._parts.registry_id)
+            raise StoreMismatch(evidence=evidence, registry_id=self._context.registry_id)
 
 
 def _item(
-    row: StoredFile, kind: GcKind, reason: str, age_s: float, size_bytes: int, mtime_ns: int | None = None
+    row: FileRow, kind: GcKind, reason: str, age_s: float, size_bytes: int, mtime_ns: int | None = None
 ) -> GcItem:
     return GcItem(
         kind=kind,
@@ -177,7 +177,7 @@ def _item(
         reason=reason,
         size_bytes=size_bytes,
         age_s=age_s,
-        row=SeenRow(row.ckpt_no, row.id, row.last_used_us, row.hit_count),
+        row=RowVersion(row.ckpt_no, row.id, row.last_used_us, row.hit_count),
         mtime_ns=mtime_ns,
     )
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llama_ckpt.collector.collector import Collector, renew
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import collecting, coordination
 from llama_ckpt.errors import BadInput, CorruptFile, StoreUnavailable, UnsafePath
 from llama_ckpt.formats import container
-from llama_ckpt.gc_values import SeenRow
+from llama_ckpt.gc_values import RowVersion
 
 _CLAIM_S = 600.0
 _HOLDER = f"purge on {socket.gethostname()[:60]}"
@@ -20,7 +20,7 @@ _HOLDER = f"purge on {socket.gethostname()[:60]}"
 
 # In one transaction: others write in between.
 _AT_ONCE = 2000
-Row = tuple[SeenRow, str]  # with the path of its file
+Row = tuple[RowVersion, str]  # with the path of its file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +56,9 @@ class PurgeReport:
 class Purger:
     """Deletes rows with their files, whatever pins, leases and graces say; and the deltas that need them."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._database, self._store = parts.database, parts.store
+    def __init__(self, context: RegistryContext) -> None:
+        self._context = context
+        self._database, self._store = context.database, context.store
 
     def plan(self, purge: Purge) -> list[Row]:
         """The rows that would go, with their files' paths, deltas before what they need. Reads only.
@@ -79,17 +79,17 @@ class Purger:
             StoreUnavailable: a file could not be deleted (the others are), or the second look found something.
             DatabaseUnavailable: the database failed.
         """
-        self._parts.require_store()
-        with Collector(self._parts).only_run() as fence:
+        self._context.require_store()
+        with Collector(self._context).only_run() as fence:
             claim = secrets.token_bytes(32)
             rows = self._condemn(purge, claim, fence)
-            self._parts.hook("rows condemned")
+            self._context.hook("rows condemned")
             freed = self._unlink([path for _, path in rows])
-            self._parts.hook("files deleted")
+            self._context.hook("files deleted")
             self._delete(rows, fence)
             with self._database.write() as db:
                 coordination.drop_claim(db, claim, _HOLDER)
-            self._parts.hook("rows deleted")
+            self._context.hook("rows deleted")
             paths = list(self._ghosts(purge))
             ghosts = self._unlink(paths)
             with self._database.write() as db:

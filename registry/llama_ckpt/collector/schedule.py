@@ -25,11 +25,11 @@ from apscheduler.schedulers.background import BackgroundScheduler
 
 from llama_ckpt.collector.collector import Collector, never
 from llama_ckpt.collector.triggers import Trigger
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import schedules as rows
 from llama_ckpt.db.types import stored_text
 from llama_ckpt.errors import Busy, Conflict, DatabaseUnavailable, LlamaCkptError
-from llama_ckpt.gc_values import Sweep
+from llama_ckpt.gc_values import CollectionSummary
 from llama_ckpt.retention.policy import Policy
 
 log = logging.getLogger("llama_ckpt")
@@ -49,7 +49,7 @@ class ScheduledRun:
     """
 
     result: str
-    sweep: Sweep | None = None
+    sweep: CollectionSummary | None = None
     problem: LlamaCkptError | None = None
     next_us: int | None = None
 
@@ -62,7 +62,7 @@ class ScheduledRun:
 OnRun = Callable[[ScheduledRun], None]
 
 
-class Standing(StrEnum):
+class ScheduleState(StrEnum):
     """What a schedule's row says of its process."""
 
     WAITING = "waiting"
@@ -81,7 +81,7 @@ class ScheduleStatus:
     last_us: int | None
     last_result: str | None
     next_us: int | None
-    standing: Standing
+    standing: ScheduleState
 
 
 class CollectorSchedule:
@@ -98,7 +98,7 @@ class CollectorSchedule:
 
     def __init__(
         self,
-        parts: Parts,
+        context: RegistryContext,
         policy: Policy,
         trigger: Trigger,
         *,
@@ -106,9 +106,9 @@ class CollectorSchedule:
         name: str | None = None,
         on_run: OnRun | None = None,
     ) -> None:
-        self.holder = holder_of(parts, name)
+        self.holder = holder_of(context, name)
         self.spec = stored_text(trigger.spec, rows.SPEC_CHARS)
-        self._parts = parts
+        self._context = context
         self._policy = policy
         self._trigger = trigger
         self._timer = trigger.build(trigger.jitter_s(jitter_s))
@@ -175,7 +175,7 @@ class CollectorSchedule:
 
     def _announce(self, now: datetime) -> datetime:
         """Decides on the first run by what the row says, and stores it."""
-        with self._parts.database.write() as db:
+        with self._context.database.write() as db:
             first = self._first(rows.get(db, self.holder), now)
             self._started_us = rows.put(db, self.holder, self.spec, (first - now).total_seconds())
         return first
@@ -203,7 +203,7 @@ class CollectorSchedule:
         if job is None:
             return  # stopped meanwhile
         self._store_next(job.next_run_time)
-        run = _collect(self._parts, self._policy, job.next_run_time, lambda: self._scheduler is None)
+        run = _collect(self._context, self._policy, job.next_run_time, lambda: self._scheduler is None)
         self._keep(lambda db: rows.finished(db, self.holder, run.result))
         _tell(run)
         if self._on_run is not None:
@@ -221,7 +221,7 @@ class CollectorSchedule:
         self._keep(lambda db: rows.set_next(db, self.holder, self.spec, self._started_us, in_s))
 
     def _keep(self, write: Callable[[Any], None]) -> None:
-        _keep(self._parts, write)
+        _keep(self._context, write)
 
 
 class _OneThread(BaseExecutor):  # type: ignore[misc] # APScheduler has no types
@@ -249,23 +249,23 @@ class _OneThread(BaseExecutor):  # type: ignore[misc] # APScheduler has no types
             self._thread.join(timeout_s)
 
 
-def run_once(parts: Parts, policy: Policy, *, name: str | None = None) -> ScheduledRun:
+def run_once(context: RegistryContext, policy: Policy, *, name: str | None = None) -> ScheduledRun:
     """One run now, for a timer of the system; its result is kept in a row of its own, beside that of a schedule.
 
     A failure is in the answer, not raised, and nothing of it is logged but a fault of the program.
     """
-    run = _collect(parts, policy, None, never)
-    holder = holder_of(parts, name, "timer of ")
+    run = _collect(context, policy, None, never)
+    holder = holder_of(context, name, "timer of ")
 
     def write(db: Any) -> None:
         rows.put(db, holder, ONCE, None)
         rows.finished(db, holder, run.result)
 
-    _keep(parts, write)
+    _keep(context, write)
     return run
 
 
-def statuses(parts: Parts) -> list[ScheduleStatus]:
+def statuses(context: RegistryContext) -> list[ScheduleStatus]:
     """All schedules that ran over this registry in the last 30 days, on any host.
 
     Raises:
@@ -281,21 +281,21 @@ def statuses(parts: Parts) -> list[ScheduleStatus]:
             next_us=row.next_us,
             standing=_standing(row),
         )
-        for row in parts.database.query(rows.schedules)
+        for row in context.database.query(rows.schedules)
     ]
 
 
-def _standing(row: rows.ScheduleRow) -> Standing:
+def _standing(row: rows.ScheduleRow) -> ScheduleState:
     if row.next_us is None:
-        return Standing.ONCE if row.spec == ONCE else Standing.STOPPED
-    return Standing.OVERDUE if row.now_us > row.next_us + _OVERDUE_S * _S else Standing.WAITING
+        return ScheduleState.ONCE if row.spec == ONCE else ScheduleState.STOPPED
+    return ScheduleState.OVERDUE if row.now_us > row.next_us + _OVERDUE_S * _S else ScheduleState.WAITING
 
 
-def holder_of(parts: Parts, name: str | None = None, prefix: str = "") -> str:
+def holder_of(context: RegistryContext, name: str | None = None, prefix: str = "") -> str:
     """What a schedule's row is found by after a restart: its name, else host and store. A long one is cut, with a hash of the
     whole.
     """
-    whole = stored_text(prefix + (name or f"{socket.gethostname()[:60]}:{parts.store.root}"), 10_000)
+    whole = stored_text(prefix + (name or f"{socket.gethostname()[:60]}:{context.store.root}"), 10_000)
     if len(whole) <= _HOLDER_CHARS:
         return whole
     mark = hashlib.sha256(whole.encode()).hexdigest()[:12]
@@ -307,10 +307,12 @@ def random_delay_s(jitter_s: float) -> float:
     return random.uniform(0, jitter_s)  # noqa: S311 - no secret
 
 
-def _collect(parts: Parts, policy: Policy, next_at: datetime | None, stopped: Callable[[], bool]) -> ScheduledRun:
+def _collect(
+    context: RegistryContext, policy: Policy, next_at: datetime | None, stopped: Callable[[], bool]
+) -> ScheduledRun:
     next_us = None if next_at is None else round(next_at.timestamp() * _S)
     try:
-        sweep = Collector(parts).sweep(policy, stopped)
+        sweep = Collector(context).sweep(policy, stopped)
     except Busy as busy:
         return ScheduledRun(result=f"{BUSY}: {busy}", problem=busy, next_us=next_us)
     except LlamaCkptError as error:
@@ -332,10 +334,10 @@ def _tell(run: ScheduledRun) -> None:
     log.log(logging.WARNING if failed else logging.INFO, "collector: %s%s", told, then)
 
 
-def _keep(parts: Parts, write: Callable[[Any], None]) -> None:
+def _keep(context: RegistryContext, write: Callable[[Any], None]) -> None:
     """Writes to the schedule's row, if the database answers: a schedule outlives its failures."""
     try:
-        with parts.database.write() as db:
+        with context.database.write() as db:
             write(db)
     except (DatabaseUnavailable, Conflict) as error:
         log.warning("the schedule's row was not written: %s", error)

@@ -16,7 +16,7 @@ from llama_ckpt.db.rows import ACTIVE, STALE, batches, clock_us
 from llama_ckpt.db.tables import ghost_seen, llama_model, save_claim
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.types import now_us
-from llama_ckpt.gc_values import Candidate, GcItem, SeenRow, StoredFile
+from llama_ckpt.gc_values import Candidate, FileRow, GcItem, RowVersion
 from llama_ckpt.values import StaleReason
 
 _PAGE = 5000
@@ -31,10 +31,10 @@ def candidates(db: sa.Connection) -> Iterator[Candidate]:
             yield Candidate._make(row[:-1])
 
 
-def stored_files(db: sa.Connection) -> Iterator[StoredFile]:
+def stored_files(db: sa.Connection) -> Iterator[FileRow]:
     """What gc looks at of every row, in order of their number."""
-    for row in _pages(db, StoredFile._fields, []):
-        yield StoredFile._make(row)
+    for row in _pages(db, FileRow._fields, []):
+        yield FileRow._make(row)
 
 
 def _pages(db: sa.Connection, names: Sequence[str], more: Sequence[sa.Column[Any]]) -> Iterator[sa.Row[Any]]:
@@ -66,16 +66,16 @@ def newest(db: sa.Connection, column: str, value: str, n: int) -> set[int]:
     return set(db.scalars(query.order_by(meta.c.created_us.desc(), meta.c.ckpt_no.desc()).limit(n)))
 
 
-def stale_with_file(db: sa.Connection, at_most: int) -> list[tuple[SeenRow, str, int]]:
+def stale_with_file(db: sa.Connection, at_most: int) -> list[tuple[RowVersion, str, int]]:
     """STALE rows whose file is still to be freed and that nothing shields, longest STALE first: row, path and bytes."""
     query = sa.select(*_SEEN, meta.c.file_path, meta.c.file_size).where(*_STALE_ROWS, meta.c.file_size > 0, *_free())
     rows = db.execute(query.order_by(meta.c.stale_us, meta.c.ckpt_no).limit(at_most))
-    return [(SeenRow._make(row[:4]), row.file_path, int(row.file_size)) for row in rows]
+    return [(RowVersion._make(row[:4]), row.file_path, int(row.file_size)) for row in rows]
 
 
 # By the index of the times, in which few rows have one.
 _STALE_ROWS = [meta.c.stale_us.is_not(None), meta.c.status == STALE]
-_SEEN = [meta.c[name] for name in SeenRow._fields]
+_SEEN = [meta.c[name] for name in RowVersion._fields]
 
 
 def _free() -> list[sa.ColumnElement[bool]]:
@@ -86,7 +86,7 @@ def _free() -> list[sa.ColumnElement[bool]]:
 # -- marks and deletes: only what is as the plan saw it ----------------------------------------------------------------------
 
 
-def mark_untouched(db: sa.Connection, rows: Mapping[SeenRow, StaleReason]) -> set[int]:
+def mark_untouched(db: sa.Connection, rows: Mapping[RowVersion, StaleReason]) -> set[int]:
     """Makes ACTIVE rows STALE, each for its reason, to which nothing happened since they were seen: no use, no pin, no lease, no
     ACTIVE delta that needs them (beyond those that go along). Gives the numbers of those it marked.
     """
@@ -99,7 +99,7 @@ def mark_untouched(db: sa.Connection, rows: Mapping[SeenRow, StaleReason]) -> se
     return set(numbers)
 
 
-def delete_untouched(db: sa.Connection, rows: Sequence[SeenRow]) -> set[int]:
+def delete_untouched(db: sa.Connection, rows: Sequence[RowVersion]) -> set[int]:
     """Deletes STALE rows to which nothing happened since they were seen, and that no delta's row names (beyond those that go
     along). Gives the numbers of those it deleted.
     """
@@ -110,7 +110,7 @@ def delete_untouched(db: sa.Connection, rows: Sequence[SeenRow]) -> set[int]:
     return set(numbers)
 
 
-def forget_files(db: sa.Connection, rows: Sequence[SeenRow]) -> set[int]:
+def forget_files(db: sa.Connection, rows: Sequence[RowVersion]) -> set[int]:
     """Says of STALE rows that they have no file any more, before it is unlinked: from then on nobody makes them ACTIVE again.
     Gives the numbers of the rows that are still STALE and free.
     """
@@ -124,18 +124,18 @@ def forget_files(db: sa.Connection, rows: Sequence[SeenRow]) -> set[int]:
     return free
 
 
-def remember_file(db: sa.Connection, row: SeenRow, size: int) -> None:
+def remember_file(db: sa.Connection, row: RowVersion, size: int) -> None:
     """Takes that back: the file could not be unlinked."""
     db.execute(sa.update(meta).where(meta.c.ckpt_no == row.ckpt_no, meta.c.file_size == 0).values(file_size=size))
 
 
 def purgeable(
-    db: sa.Connection, of_input: bytes | None, label: str | None, model_name: str | None
-) -> list[tuple[SeenRow, str]]:
+    db: sa.Connection, input_hash: bytes | None, label: str | None, model_name: str | None
+) -> list[tuple[RowVersion, str]]:
     """The rows of an input, a label or a model, or all, with their paths; and all deltas that need them. Highest number first:
     a delta before its parent.
     """
-    wanted = [(meta.c.input_hash, of_input), (meta.c.label, label), (meta.c.model_name, model_name)]
+    wanted = [(meta.c.input_hash, input_hash), (meta.c.label, label), (meta.c.model_name, model_name)]
     query = sa.select(*_SEEN, meta.c.file_path).where(*(c == value for c, value in wanted if value is not None))
     found: dict[int, Any] = {row.ckpt_no: row for row in db.execute(query)}
     level = sorted(found)
@@ -146,7 +146,7 @@ def purgeable(
             below.update((row.ckpt_no, row) for row in db.execute(children) if row.ckpt_no not in found)
         found |= below
         level = sorted(below)
-    return [(SeenRow._make(found[n][:4]), found[n].file_path) for n in sorted(found, reverse=True)]
+    return [(RowVersion._make(found[n][:4]), found[n].file_path) for n in sorted(found, reverse=True)]
 
 
 def condemn(db: sa.Connection, numbers: Sequence[int]) -> int:
@@ -176,7 +176,7 @@ def fingerprints_of(db: sa.Connection, model_name: str) -> set[bytes]:
     return set(db.scalars(sa.select(llama_model.c.fingerprint).where(llama_model.c.model_name == model_name)))
 
 
-def _untouched_leaves(db: sa.Connection, rows: Sequence[SeenRow], status: str) -> list[int]:
+def _untouched_leaves(db: sa.Connection, rows: Sequence[RowVersion], status: str) -> list[int]:
     """The numbers, in order, of rows that are as they were seen and that only rows among them need. Locks them."""
     seen = {row.ckpt_no: row for row in rows}
     numbers = sorted(seen)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, make_url
 
-from llama_ckpt.errors import BadInput, CommitUnanswered, Conflict, DatabaseUnavailable
+from llama_ckpt.errors import BadInput, CommitOutcomeUnknown, Conflict, DatabaseUnavailable
 
 # Driver name -> the extra of llama-ckpt that brings it.
 SUPPORTED = {"sqlite": "", "postgresql+psycopg": "postgres", "oracle+oracledb": "oracle"}
@@ -113,7 +113,7 @@ class Database:
 
         Raises:
             Conflict: a unique key is taken.
-            CommitUnanswered: the connection was lost, or a call took too long, while the commit was under way: all of the block
+            CommitOutcomeUnknown: the connection was lost, or a call took too long, during the commit: all of the block
                 was kept, or will yet be, or nothing.
             DatabaseUnavailable: the database cannot be reached or written otherwise; nothing of the block was kept.
         """
@@ -125,7 +125,7 @@ class Database:
         except DatabaseUnavailable as error:
             # Of Oracle's failures few are known here to say that nothing was kept.
             if committing and (_is_lost(error) or self.dialect == "oracle"):
-                raise CommitUnanswered(**error.values) from error.__cause__
+                raise CommitOutcomeUnknown(**error.values) from error.__cause__
             raise
 
     @contextlib.contextmanager

@@ -18,8 +18,8 @@ from llama_ckpt.fingerprint import active_key
 from llama_ckpt.values import Checkpoint, NewCheckpoint, StaleReason
 
 
-def make_way(
-    db: sa.Connection, digest: bytes, of_input: bytes, parent_no: int | None, old: Checkpoint | None = None
+def release_active_key(
+    db: sa.Connection, digest: bytes, input_hash: bytes, parent_no: int | None, old: Checkpoint | None = None
 ) -> None:
     """Frees the key of an input for a row that is to stand on `parent_no`: its ACTIVE row goes STALE if its time is over, and
     `old` as superseded, with the deltas on it.
@@ -28,7 +28,7 @@ def make_way(
         Conflict: deltas stand on the one whose time is over: it is to be renewed (`renew`).
     """
     going: dict[int, tuple[Checkpoint, StaleReason]] = {}
-    if (expired := due(db, digest, of_input)) is not None:
+    if (expired := due(db, digest, input_hash)) is not None:
         if has_active_child(db, expired):
             raise Conflict(what="the checkpoint of this input has expired, and deltas stand on it")
         going[expired.ckpt_no] = (expired, StaleReason.EXPIRED)
@@ -145,7 +145,7 @@ def reactivate(db: sa.Connection, row: Checkpoint) -> bool:
     return db.execute(sa.update(meta).where(*stale, whole).values(**values)).rowcount == 1
 
 
-def make_whole(db: sa.Connection, row: Checkpoint, whole: NewCheckpoint) -> bool:
+def replace_file(db: sa.Connection, row: Checkpoint, whole: NewCheckpoint) -> bool:
     """Gives an ACTIVE delta a file that has all of its cells, so that it stands on nothing; False when it went STALE, or somebody
     did so already.
     """

@@ -103,15 +103,15 @@ def _model(row: sa.Row[Any]) -> RegisteredModel:
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def find_active(db: sa.Connection, digest: bytes, of_input: bytes) -> Checkpoint | None:
+def find_active(db: sa.Connection, digest: bytes, input_hash: bytes) -> Checkpoint | None:
     """The ACTIVE, unexpired row of this fingerprint and input: one look-up by a unique key."""
-    row = db.execute(_FIND_ACTIVE, {"active_key": active_key(digest, of_input)}).one_or_none()
+    row = db.execute(_FIND_ACTIVE, {"active_key": active_key(digest, input_hash)}).one_or_none()
     return None if row is None else _checkpoint(row)
 
 
-def find_by_input(db: sa.Connection, of_input: bytes) -> list[Checkpoint]:
+def find_by_input(db: sa.Connection, input_hash: bytes) -> list[Checkpoint]:
     """The ACTIVE, unexpired rows of this input under any fingerprint; last used first, at most 500."""
-    return rows_of(db, _FIND_BY_INPUT, {"input_hash": of_input})
+    return rows_of(db, _FIND_BY_INPUT, {"input_hash": input_hash})
 
 
 def by_number(db: sa.Connection, ckpt_no: int) -> Checkpoint | None:
@@ -143,15 +143,15 @@ _FIND_BY_INPUT = (
 )
 
 
-def find_expired(db: sa.Connection, digest: bytes, of_input: bytes) -> Checkpoint | None:
+def find_expired(db: sa.Connection, digest: bytes, input_hash: bytes) -> Checkpoint | None:
     """The ACTIVE row of this fingerprint and input whose time is over, if ACTIVE deltas need it."""
-    row = due(db, digest, of_input)
+    row = due(db, digest, input_hash)
     return row if row is not None and has_active_child(db, row) else None
 
 
-def due(db: sa.Connection, digest: bytes, of_input: bytes) -> Checkpoint | None:
+def due(db: sa.Connection, digest: bytes, input_hash: bytes) -> Checkpoint | None:
     """The ACTIVE row of this fingerprint and input whose time is over."""
-    due = [meta.c.active_key == active_key(digest, of_input), meta.c.expires_us <= now_us()]
+    due = [meta.c.active_key == active_key(digest, input_hash), meta.c.expires_us <= now_us()]
     return next(iter(rows_of(db, sa.select(*_COLUMNS).where(*due))), None)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from llama_ckpt.doctor.diagnosis import apart_s
 from llama_ckpt.errors import LlamaCkptError, StoreUnavailable
 from llama_ckpt.store import writers as owners
-from llama_ckpt.store.disk import BINARY, NOFOLLOW, told, write_all
+from llama_ckpt.store.disk import BINARY, NOFOLLOW, store_errors, write_all
 from llama_ckpt.store.writers import Owner
 
 _FOLDER = ".llama-ckpt-probe"
@@ -50,7 +50,7 @@ class Probed:
     def step(self, name: str, root: Path) -> Iterator[None]:
         """Notes a step as done, or as the one that failed."""
         try:
-            with told(root / _FOLDER, needed=_BLOCK):
+            with store_errors(root / _FOLDER, needed=_BLOCK):
                 yield
         except LlamaCkptError as error:
             self.failed_at, self.error = name, error

@@ -27,7 +27,7 @@ log = logging.getLogger("llama_ckpt")
 class CheckpointRegistry(Protocol):
     """What the cache asks of a registry: `llama_ckpt.Registry` is one, and says what these do."""
 
-    parts: Any
+    context: Any
 
     def match(self, given: TokenIds, *, fingerprint: Fingerprint | None = None) -> MatchResult:
         """Which checkpoint serves these token ids."""
@@ -43,7 +43,7 @@ class CheckpointRegistry(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldIds:
+class HeldPrefix:
     """What a look-up gives: the ids of the tokens whose cells the `Llama` holds now. There is no state in it to load."""
 
     input_ids: TokenIds
@@ -67,7 +67,7 @@ class LlamaCkptCache(BaseLlamaCache):
     """
 
     def __init__(self, registry: CheckpointRegistry, engine: LlamaCppEngine, *, answers: bool = False) -> None:
-        max_bytes = registry.parts.policy.max_bytes
+        max_bytes = registry.context.policy.max_bytes
         super().__init__(sys.maxsize if max_bytes is None else max_bytes)
         self._registry, self._engine, self._answers = registry, engine, answers
         self._asked: list[int] = []
@@ -106,7 +106,7 @@ class LlamaCkptCache(BaseLlamaCache):
         held = self._engine.held_token_ids()
         if not _n_common(held, self._asked):
             raise KeyError(len(key))
-        return HeldIds(held)
+        return HeldPrefix(held)
 
     def _restore(self, token_ids: TokenIds) -> None:
         found = self._registry.match(token_ids, fingerprint=self._engine.fingerprint)
@@ -133,7 +133,7 @@ class LlamaCkptCache(BaseLlamaCache):
         n_tokens = min(n_tokens, self._engine.llama.n_tokens)  # the last token may have been sampled only
         try:
             token_ids = as_token_ids(key[:n_tokens])
-            saved = self._registry.save(_Beginning(self._engine, n_tokens), token_ids)
+            saved = self._registry.save(PrefixView(self._engine, n_tokens), token_ids)
             log.info("%s: %d tokens", saved.outcome, n_tokens)
         except LlamaCkptError as error:
             log.warning("a completion was not saved: %s", error)
@@ -143,7 +143,7 @@ def _n_common(held: TokenIds, asked: list[int]) -> int:
     return int(Llama.longest_token_prefix(held.tolist(), asked))
 
 
-class _Beginning(LlamaCppEngine):
+class PrefixView(LlamaCppEngine):
     """An engine, for saving, as if it held no more than its first `n_tokens` tokens. Its live cells stay as they are."""
 
     def __init__(self, engine: LlamaCppEngine, n_tokens: int) -> None:

@@ -21,7 +21,7 @@ from llama_ckpt.checkpoints import budget as admission
 from llama_ckpt.checkpoints import save as saving
 from llama_ckpt.checkpoints.orphans import FoundFile, active, after_their_parents, found_file, found_in_store, free_id
 from llama_ckpt.checkpoints.register import SaveOptions, claim_store, register, register_orphan, usable_or_renewed
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import rows
 from llama_ckpt.errors import (
     BadInput,
@@ -100,7 +100,7 @@ class AdoptOptions:
         object.__setattr__(self, "saved", SaveOptions(label=self.label))
 
 
-def adopt(parts: Parts, paths: Sequence[Path], options: AdoptOptions) -> Iterator[Adoption]:
+def adopt(context: RegistryContext, paths: Sequence[Path], options: AdoptOptions) -> Iterator[Adoption]:
     """Adopts files, and what is in folders and theirs, one after the other, and says what became of each. No symlink is
     followed. A refused one does not stop the rest. Interrupted, what was adopted is, and there is at most one file without a row.
 
@@ -115,22 +115,22 @@ def adopt(parts: Parts, paths: Sequence[Path], options: AdoptOptions) -> Iterato
     if options.text is not None and (len(paths) != 1 or paths[0].is_dir()):
         raise BadInput(what="text", value=f"{len(paths)} path(s)", reason="a text is of one file: name that file alone")
     if not options.dry_run:
-        claim_store(parts)
-    for found in _Adopter(parts, options).all_of(paths):
+        claim_store(context)
+    for found in _Adopter(context, options).all_of(paths):
         if found.outcome is AdoptOutcome.ADOPTED:
-            parts.metrics.count("adopted")
+            context.metrics.count("adopted")
         yield found
 
 
 class _Adopter:
     """One run over some files."""
 
-    def __init__(self, parts: Parts, options: AdoptOptions) -> None:
-        self._parts = parts
+    def __init__(self, context: RegistryContext, options: AdoptOptions) -> None:
+        self._context = context
         self._options = options
-        self._root = parts.store.root.resolve()
-        url = parts.database.url
-        of_database = Path(url.database or "").resolve() if parts.database.dialect == "sqlite" else None
+        self._root = context.store.root.resolve()
+        url = context.database.url
+        of_database = Path(url.database or "").resolve() if context.database.dialect == "sqlite" else None
         self._planned: dict[str, FoundFile] = {}  # by id, in a dry run
         self._never_opened = {Path(f"{of_database}{end}") for end in _SQLITE_FILES} if of_database else set()
 
@@ -147,7 +147,7 @@ class _Adopter:
         return self.folder(path) if path.is_dir() and not path.is_symlink() else [self.file(path)]
 
     def _is_there(self, checkpoint_id: str) -> bool:
-        return checkpoint_id in self._planned or active(self._parts, checkpoint_id) is not None
+        return checkpoint_id in self._planned or active(self._context, checkpoint_id) is not None
 
     def folder(self, top: Path) -> Iterator[Adoption]:
         """Everything in a folder, in order of the names. A folder of diskcache is told as a whole and not entered."""
@@ -204,20 +204,20 @@ class _Adopter:
 
     def _own(self, path: Path, place: str) -> Adoption:
         """A file under its own name in our store: a ghost, or one that has its row."""
-        with self._parts.database.read() as db:
+        with self._context.database.read() as db:
             known = rows.by_path(db, place)
         if known is not None and known.status is Status.ACTIVE:
             return _registered(path, known)
         if known is not None:
             reason = f"its row is STALE ({known.stale_reason}); bring it back with: llama-ckpt unprune {known.id}"
             raise BadInput(what="file", value=str(path), reason=reason)
-        orphan = found_in_store(self._parts, place, self._planned)
+        orphan = found_in_store(self._context, place, self._planned)
         new = replace(orphan.new, label=self._options.label)
         if there := self._registered(new.fingerprint, new.input_hash, new.tokens_hash):
             return _registered(path, there)
         if self._options.dry_run:
             return self._would(path, orphan)
-        return _adopted(path, new.n_tokens, register_orphan(self._parts, orphan.model, new, orphan.token_ids), "LLAM")
+        return _adopted(path, new.n_tokens, register_orphan(self._context, orphan.model, new, orphan.token_ids), "LLAM")
 
     # -- files of others -------------------------------------------------------------------------------------------------
 
@@ -244,14 +244,14 @@ class _Adopter:
     def _count_padding(self, path: Path, padding: int) -> None:
         if padding and not self._options.dry_run:
             log.info("detected padding: %d byte(s) of zeros before the magic of %s", padding, path)
-            self._parts.metrics.count("padding_detected")
+            self._context.metrics.count("padding_detected")
 
     def _llam(self, path: Path, view: memoryview) -> Adoption:
         if self._options.text is not None:
             raise BadInput(what="text", value=str(path), reason="a LLAM file has its input hash already")
         file = formats.open_checkpoint(view, str(path))
-        checkpoint_id = free_id(self._parts, file, path.stem) or uuid.uuid4().hex
-        found = found_file(self._parts, file, str(path), checkpoint_id, self._options.saved, self._planned)
+        checkpoint_id = free_id(self._context, file, path.stem) or uuid.uuid4().hex
+        found = found_file(self._context, file, str(path), checkpoint_id, self._options.saved, self._planned)
         new = found.new
         if there := self._registered(new.fingerprint, new.input_hash, new.tokens_hash):
             return _registered(path, there)
@@ -260,25 +260,25 @@ class _Adopter:
             raise BadInput(what="file", value=str(path), reason=reason)
         if self._options.dry_run:
             return self._would(path, found)
-        if self._parts.store.size(new.file_path) is not None:
+        if self._context.store.size(new.file_path) is not None:
             if self._is_left_behind(new):
-                row = register_orphan(self._parts, found.model, new, found.token_ids)
+                row = register_orphan(self._context, found.model, new, found.token_ids)
                 return _adopted(path, new.n_tokens, row, "LLAM")
             fresh = uuid.uuid4().hex
             new = replace(new, id=fresh, file_path=path_of(fresh))
         self._count_padding(path, file.contents.padding)
-        with admission.admitted(self._parts, new):
+        with admission.admitted(self._context, new):
             try:
                 if self._options.link:
-                    self._parts.store.link_in(new.id, path)
+                    self._context.store.link_in(new.id, path)
                 else:
-                    self._parts.store.copy_in(new.id, path, view[file.contents.padding :])
+                    self._context.store.copy_in(new.id, path, view[file.contents.padding :])
             except Conflict:  # another process adopts the same file
                 if there := self._registered(new.fingerprint, new.input_hash, new.tokens_hash):
                     return _registered(path, there)
                 raise
             self._require_same(new, path)
-            row = register(self._parts, found.model, new, found.token_ids)
+            row = register(self._context, found.model, new, found.token_ids)
         if row.id != new.id:  # somebody was first
             return _registered(path, row)
         return _adopted(path, new.n_tokens, row, "LLAM")
@@ -286,13 +286,13 @@ class _Adopter:
     def _require_same(self, new: NewCheckpoint, source: Path) -> None:
         """What stands in the store now is what was checked: the source may have changed under the copy."""
         try:
-            with self._parts.store.map(new.file_path) as view:
+            with self._context.store.map(new.file_path) as view:
                 file = formats.open_checkpoint(view, new.file_path)
                 same = (file.contents.header.payload_crc32, len(view)) == (new.payload_crc32, new.file_size)
         except CorruptFile:
             same = False
         if not same:
-            self._parts.store.remove(new.file_path)
+            self._context.store.remove(new.file_path)
             raise CorruptFile(path=source, check="Copy", reason="it changed while it was adopted; adopt it again")
 
     def _engine_file(self, path: Path, view: memoryview) -> Adoption:
@@ -305,24 +305,24 @@ class _Adopter:
         engine = options.engine_for(layout_of(file, options.n_ctx))
         captured = convert(file, str(path), engine, text=options.text, context_is_known=options.n_ctx is not None)
         kind, n_tokens = f"{file.format} {file.version}", len(captured.token_ids)
-        if there := self._registered(engine.fingerprint.digest, captured.of_input, tokens_hash(captured.token_ids)):
+        if there := self._registered(engine.fingerprint.digest, captured.input_hash, tokens_hash(captured.token_ids)):
             return _registered(path, there)
         if options.dry_run:
             return _adopted(path, n_tokens, None, kind)
         self._count_padding(path, file.padding)
-        saved = saving.write(self._parts, captured, options.saved)
+        saved = saving.write(self._context, captured, options.saved)
         if saved.checkpoint is None:
-            raise StoreFull(needed=captured.payload.nbytes, path=self._parts.store.root, reason=saved.reason)
+            raise StoreFull(needed=captured.payload.nbytes, path=self._context.store.root, reason=saved.reason)
         if saved.outcome is SaveOutcome.DEDUPLICATED:  # somebody was first
             return _registered(path, saved.checkpoint)
         return _adopted(path, n_tokens, saved.checkpoint, kind)
 
-    def _registered(self, digest: bytes, of_input: bytes, of_tokens: bytes) -> Checkpoint | None:
+    def _registered(self, digest: bytes, input_hash: bytes, of_tokens: bytes) -> Checkpoint | None:
         """The ACTIVE row of the same input, if it is of the same tokens too."""
         if self._options.dry_run:  # which marks no row
-            row = self._parts.database.query(lambda db: rows.find_active(db, digest, of_input))
+            row = self._context.database.query(lambda db: rows.find_active(db, digest, input_hash))
         else:
-            row = usable_or_renewed(self._parts, digest, of_input)
+            row = usable_or_renewed(self._context, digest, input_hash)
         if row is not None and row.tokens_hash != of_tokens:
             raise Incompatible(reason=f"checkpoint {row.id} is of the same input hash and has other tokens")
         return row
@@ -332,7 +332,7 @@ class _Adopter:
         leaves it so.
         """
         try:
-            there = found_in_store(self._parts, new.file_path, self._planned).new
+            there = found_in_store(self._context, new.file_path, self._planned).new
         except (CorruptFile, FileMissing, NotFound, UnsafePath):
             return False
         return (there.fingerprint, there.input_hash, there.payload_crc32) == (

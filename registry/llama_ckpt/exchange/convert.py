@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llama_ckpt import formats
-from llama_ckpt.checkpoints.save import Captured
+from llama_ckpt.checkpoints.save import CapturedState
 from llama_ckpt.engine import Engine
 from llama_ckpt.errors import BadInput, CorruptFile, Incompatible, Unsupported
-from llama_ckpt.fingerprint import TokenIds, input_hash
+from llama_ckpt.fingerprint import TokenIds, hash_input
 from llama_ckpt.formats import engine_files
 from llama_ckpt.formats.kv import edit as kv_edit
 from llama_ckpt.formats.kv import numbers as kv_numbers
@@ -60,7 +60,7 @@ def convert(
     *,
     text: str | None = None,
     context_is_known: bool = False,
-) -> Captured:
+) -> CapturedState:
     """A file's sequence 0 as a state of the engine's model. The engine holds the first tokens afterwards.
 
     The state stays in the file's own dialect, in one stream. The input hash is that of the token ids, or of `text` where its
@@ -82,11 +82,13 @@ def convert(
         raise CorruptFile(path=name, check="Values", reason=f"{bad} holds NaN or infinity")
     _require_shape(payload, engine)
     _prove(payload, token_ids, engine)
-    of_input = input_hash(token_ids if text is None else _text_of(text, token_ids, engine))
+    input_hash = hash_input(token_ids if text is None else _text_of(text, token_ids, engine))
     written_by = {"engine": f"llama.cpp, {file.format} version {file.version}"}
     if file.architecture:
         written_by["architecture"] = file.architecture
-    return Captured(engine=engine, of_input=of_input, token_ids=token_ids, payload=payload, written_by=written_by)
+    return CapturedState(
+        engine=engine, input_hash=input_hash, token_ids=token_ids, payload=payload, written_by=written_by
+    )
 
 
 def _require_fit(engine: Engine, name: str, context_is_known: bool) -> None:

@@ -11,7 +11,7 @@ from shlex import quote
 from llama_ckpt import formats
 from llama_ckpt.checkpoints.flatten import whole_file
 from llama_ckpt.checkpoints.read import Cells, stored_cells
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.errors import BadInput
 from llama_ckpt.formats import container, engine_files
 from llama_ckpt.formats.kv.layout import KvState, Rows
@@ -80,7 +80,7 @@ class Export:
     how_to_load: str
 
 
-def export(parts: Parts, row: Checkpoint, target: Path, options: ExportOptions) -> Export:
+def export(context: RegistryContext, row: Checkpoint, target: Path, options: ExportOptions) -> Export:
     """Writes a checkpoint as a file outside the store, after every byte of it was checked. The row is leased meanwhile.
 
     Interrupted, there is at most a temporary beside the target, which is there whole or not at all.
@@ -92,7 +92,7 @@ def export(parts: Parts, row: Checkpoint, target: Path, options: ExportOptions) 
         StoreFull, StoreUnavailable: it cannot be read or written.
         DatabaseUnavailable: the row cannot be leased.
     """
-    with stored_cells(parts, row) as (cells, file):
+    with stored_cells(context, row) as (cells, file):
         pieces = _encoded(row, cells, file, options)
         size = write_file(target, pieces, replace=options.replace)
         how = _how_to_load(target, file.state, options)

@@ -9,7 +9,7 @@ from pathlib import Path
 from llama_ckpt import formats
 from llama_ckpt.errors import FileMissing, LlamaCkptError, StoreUnavailable
 from llama_ckpt.exchange.foreign import ForeignFolder, recognise
-from llama_ckpt.store.disk import map_file, told
+from llama_ckpt.store.disk import map_file, store_errors
 
 # To open and close a database drops the locks that this process has on it (POSIX), so these are not looked into.
 _DATABASES = (".sqlite3", ".sqlite3-wal", ".sqlite3-shm", ".sqlite3-journal")
@@ -39,7 +39,7 @@ def survey(folder: Path) -> Iterator[Surveyed]:
     if foreign is not None:
         yield Surveyed(path=folder, size_bytes=foreign.disk_bytes, folder=foreign)
         return
-    with told(folder):
+    with store_errors(folder):
         paths = sorted(folder.iterdir())
     for path in paths:
         if path.is_symlink():

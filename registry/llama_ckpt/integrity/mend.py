@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llama_ckpt.checkpoints.orphans import active, after_their_parents, found_in_store
 from llama_ckpt.checkpoints.register import register_orphan
 from llama_ckpt.checkpoints.search import token_ids_of
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import marks, prefixes, rows
 from llama_ckpt.errors import Conflict, CorruptFile, FileMissing, NotFound, StoreUnavailable, UnsafePath
 from llama_ckpt.fingerprint import links_of
@@ -25,9 +25,9 @@ _UNDOABLE = {StaleReason.EVICTED, StaleReason.EXPIRED, StaleReason.REMOVED, Stal
 class Mender:
     """Brings checkpoints back, each after every byte of its file was checked."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._verifier = Verifier(parts.database, parts.store)
+    def __init__(self, context: RegistryContext) -> None:
+        self._context = context
+        self._verifier = Verifier(context.database, context.store)
 
     def pruned_since(self, since_us: int) -> list[Checkpoint]:
         """The rows that went STALE since then, by prune or for their expiry, in order of their number.
@@ -36,7 +36,7 @@ class Mender:
             DatabaseUnavailable: the database cannot be read.
         """
         undone = (StaleReason.EVICTED, StaleReason.EXPIRED)
-        with self._parts.database.read() as db:
+        with self._context.database.read() as db:
             stale = list(rows.scan(db, Status.STALE))
         return [r for r in stale if r.stale_reason in undone and (r.stale_us or 0) >= since_us]
 
@@ -48,7 +48,7 @@ class Mender:
             DatabaseUnavailable, StoreUnavailable: they cannot be read, or the store is not there (not mounted); nothing is
                 known of the rest.
         """
-        self._parts.require_store()
+        self._context.require_store()
         # A parent before its deltas: their numbers are above its own.
         return [(row, self._unprune(row)) for row in sorted(rows, key=lambda row: row.ckpt_no)]
 
@@ -60,25 +60,25 @@ class Mender:
         if not row.is_covered and (reason := self._damage(row)):
             return reason
         try:
-            token_ids = token_ids_of(self._parts, row)
+            token_ids = token_ids_of(self._context, row)
         except (CorruptFile, FileMissing, UnsafePath) as error:
             return str(error)
-        self._parts.hook("checked")
+        self._context.hook("checked")
         try:
-            with self._parts.database.write() as db:
-                marks.make_way(db, row.fingerprint, row.input_hash, row.parent_no)
+            with self._context.database.write() as db:
+                marks.release_active_key(db, row.fingerprint, row.input_hash, row.parent_no)
                 back = marks.reactivate(db, row)
                 if back:
-                    prefixes.link(db, links_of(row, token_ids, self._parts.block_size))
+                    prefixes.link(db, links_of(row, token_ids, self._context.block_size))
         except Conflict:
             return "another checkpoint of the same input is ACTIVE"
-        self._parts.hook("reactivated")
+        self._context.hook("reactivated")
         return "ACTIVE" if back else "it was collected meanwhile, or the checkpoint that it is a delta of is not ACTIVE"
 
     def _damage(self, row: Checkpoint) -> str | None:
         """What is wrong with a row's own file."""
         try:
-            if row.file_size == 0 or self._parts.store.size(row.file_path) is None:
+            if row.file_size == 0 or self._context.store.size(row.file_path) is None:
                 return "its file is freed already"
         except UnsafePath as error:
             return str(error)
@@ -92,9 +92,9 @@ class Mender:
                 stays so.
         """
         # An unmarked store is a new one while there are no rows: one whose database was lost, say.
-        if self._parts.store.owner() is None and self._parts.database.query(rows.is_empty):
-            self._parts.store.claim(self._parts.registry_id)
-        self._parts.require_store()
+        if self._context.store.owner() is None and self._context.database.query(rows.is_empty):
+            self._context.store.claim(self._context.registry_id)
+        self._context.require_store()
         first = (self._repair(finding) for finding in findings)
         done = after_their_parents(first, lambda one: one.lacks, self._is_there, lambda one: self._repair(one.finding))
         return [(repaired.finding, repaired.outcome) for repaired in done]
@@ -107,26 +107,26 @@ class Mender:
         Raises:
             DatabaseUnavailable, StoreUnavailable: they cannot be used; the rest has no links yet.
         """
-        self._parts.require_store()
-        with self._parts.database.read() as db:
+        self._context.require_store()
+        with self._context.database.read() as db:
             numbers = {row.id: row.ckpt_no for row in rows.scan(db, Status.ACTIVE) if row.file_size > 0}
             have = prefixes.linked(db, list(numbers.values()))
         return sum(self._link(checkpoint_id) for checkpoint_id, number in numbers.items() if number not in have)
 
     def _link(self, checkpoint_id: str) -> bool:
-        row = self._parts.database.query(lambda db: rows.get(db, checkpoint_id))
+        row = self._context.database.query(lambda db: rows.get(db, checkpoint_id))
         if row is None or row.status is Status.STALE:
             return False
         try:
-            links = links_of(row, token_ids_of(self._parts, row), self._parts.block_size)
+            links = links_of(row, token_ids_of(self._context, row), self._context.block_size)
         except (CorruptFile, FileMissing, UnsafePath) as error:
             log.warning("checkpoint %s gets no links: %s", row.id, error)
             return False
-        with self._parts.database.write() as db:
+        with self._context.database.write() as db:
             return prefixes.link_later(db, row.ckpt_no, links)
 
     def _is_there(self, checkpoint_id: str) -> bool:
-        return active(self._parts, checkpoint_id) is not None
+        return active(self._context, checkpoint_id) is not None
 
     def _repair(self, finding: Finding) -> _Repaired:
         if finding.checkpoint_id is not None:
@@ -136,22 +136,22 @@ class Mender:
         return _Repaired(finding, "left for gc" if finding.kind is FindingKind.TEMPORARY else "left alone")
 
     def _mark(self, finding: Finding, checkpoint_id: str) -> str:
-        row = active(self._parts, checkpoint_id)
+        row = active(self._context, checkpoint_id)
         if row is None:
             return "its row went meanwhile"
         reasons = {FindingKind.MISSING: StaleReason.MISSING, FindingKind.CORRUPT: StaleReason.CORRUPT}
-        self._parts.make_stale(row, reasons[finding.kind], finding.detail)
+        self._context.make_stale(row, reasons[finding.kind], finding.detail)
         return "marked STALE"
 
     def _adopt(self, finding: Finding) -> _Repaired:
         try:
-            found = found_in_store(self._parts, finding.path)
+            found = found_in_store(self._context, finding.path)
         except NotFound as error:
             return _Repaired(finding, f"left for gc: {error}", lacks=str(error.values["name"]))
         except (CorruptFile, FileMissing, UnsafePath) as error:
             return _Repaired(finding, f"left for gc: {error}")
         try:
-            register_orphan(self._parts, found.model, found.new, found.token_ids)
+            register_orphan(self._context, found.model, found.new, found.token_ids)
         except Conflict:
             or_parent = "" if found.new.parent_no is None else ", or what it stands on went STALE"
             return _Repaired(finding, f"left for gc: another checkpoint of the same input is ACTIVE{or_parent}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llama_ckpt import formats
 from llama_ckpt.errors import BadInput, CorruptFile, FileMissing, StoreUnavailable
-from llama_ckpt.store.disk import fsync_folder, map_file, put_in_place, told, write_new
+from llama_ckpt.store.disk import fsync_folder, map_file, put_in_place, store_errors, write_new
 from llama_ckpt.store.store import StepHook, no_hook
 
 REPAIRED_SUFFIX = ".repaired"
@@ -70,7 +70,7 @@ class Repairer:
             _require_unchanged(path, before)
             backup = self._back_up(path) if self.keep_backup else None
             self.hook("backed up")
-            with told(path):
+            with store_errors(path):
                 temporary.replace(path)
                 fsync_folder(path.parent)
             self.hook("replaced")
@@ -99,7 +99,7 @@ class Repairer:
     def _back_up(self, path: Path) -> Path:
         """A second name for the original, or a copy where the file system has no second names."""
         backup = _backup_of(path)
-        with told(path):
+        with store_errors(path):
             try:
                 backup.hardlink_to(path)
             except FileExistsError:
@@ -131,7 +131,7 @@ def _require_whole(written: Path) -> None:
 
 
 def _state_of(path: Path) -> os.stat_result:
-    with told(path):
+    with store_errors(path):
         try:
             return path.lstat()
         except FileNotFoundError as error:
@@ -146,7 +146,7 @@ def _require_unchanged(path: Path, before: os.stat_result) -> None:
 
 
 def _give_name(temporary: Path, target: Path) -> None:
-    with told(target):
+    with store_errors(target):
         try:
             put_in_place(temporary, target)
         except FileExistsError:

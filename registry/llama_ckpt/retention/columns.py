@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from llama_ckpt.gc_values import Candidate, SeenRow
+from llama_ckpt.gc_values import Candidate, RowVersion
 
 Numbers = npt.NDArray[np.int64]
 
@@ -90,10 +90,10 @@ class Columns:
     def __len__(self) -> int:
         return len(self._int64["ckpt_no"])
 
-    def seen(self, i: int) -> SeenRow:
+    def seen(self, i: int) -> RowVersion:
         """A row as it was read."""
         checkpoint_id = self._ids[16 * i : 16 * i + 16].hex()
-        return SeenRow(int(self.ckpt_no[i]), checkpoint_id, int(self.last_used_us[i]), int(self.hit_count[i]))
+        return RowVersion(int(self.ckpt_no[i]), checkpoint_id, int(self.last_used_us[i]), int(self.hit_count[i]))
 
     def model_name(self, i: int) -> str:
         """The name of a row's model."""

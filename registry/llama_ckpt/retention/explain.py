@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from llama_ckpt.errors import NotFound
-from llama_ckpt.gc_values import Candidate, Disk, RuleOpinion, RuleWord
+from llama_ckpt.gc_values import Candidate, Disk, RuleEffect, RuleOpinion
 from llama_ckpt.retention import policy as retention
 from llama_ckpt.retention.columns import Columns
 from llama_ckpt.retention.policy import Order, Policy, Ruling
@@ -41,20 +41,20 @@ def explain(rows: Iterable[Candidate], row: Checkpoint, policy: Policy, now_us: 
 def _shields(ruling: Ruling, i: int) -> Iterator[RuleOpinion]:
     for name, mask in ruling.shields:
         if mask[i]:
-            yield RuleOpinion(rule="always stays", word=RuleWord.KEEPS, why=name)
+            yield RuleOpinion(rule="always stays", word=RuleEffect.KEEPS, why=name)
 
 
 def _own_times(table: Columns, policy: Policy, now_us: int, i: int) -> Iterator[RuleOpinion]:
     age_s = (now_us - int(table.created_us[i])) / _S
     idle_s = (now_us - int(table.last_used_us[i])) / _S
     if table.expired(now_us)[i]:
-        yield RuleOpinion(rule="expiry", word=RuleWord.CONDEMNS, why=retention.EXPIRED)
+        yield RuleOpinion(rule="expiry", word=RuleEffect.CONDEMNS, why=retention.EXPIRED)
     for name, limit, since, what in (
         ("max_age", policy.max_age_s, age_s, "saved"),
         ("max_idle", policy.max_idle_s, idle_s, "last used"),
     ):
         if limit is not None:
-            word = RuleWord.CONDEMNS if since > limit else RuleWord.SILENT
+            word = RuleEffect.CONDEMNS if since > limit else RuleEffect.SILENT
             yield RuleOpinion(rule=name, word=word, why=f"{what} {since:.0f} s ago, the limit is {limit:.0f} s")
 
 
@@ -67,7 +67,7 @@ def _limits(ruling: Ruling, disk: Disk, i: int) -> Iterator[RuleOpinion]:
             continue
         total = int(limit.amounts[members].sum())
         mine = ruling.rules[ruling.by[i]].startswith(f"over {limit.name} ")
-        word = RuleWord.CONDEMNS if mine else RuleWord.SILENT
+        word = RuleEffect.CONDEMNS if mine else RuleEffect.SILENT
         yield RuleOpinion(rule=limit.name, word=word, why=f"{total} of {limit.limit} in use before this prune")
 
 
@@ -80,13 +80,13 @@ def _place(ruling: Ruling, i: int) -> RuleOpinion:
         why += f"; worth {worth * 1e6:.3g} s of evaluation per MB"
     if ruling.superseded[i]:
         why += "; among the first, since a longer checkpoint begins with all of it"
-    return RuleOpinion(rule=f"order = {policy.order}", word=RuleWord.SILENT, why=why)
+    return RuleOpinion(rule=f"order = {policy.order}", word=RuleEffect.SILENT, why=why)
 
 
 def _verdict(ruling: Ruling, i: int) -> RuleOpinion:
     if ruling.by[i]:
-        return RuleOpinion(rule="prune", word=RuleWord.CONDEMNS, why=ruling.why(i))
+        return RuleOpinion(rule="prune", word=RuleEffect.CONDEMNS, why=ruling.why(i))
     shields = [name for name, mask in ruling.shields if mask[i]]
     needed = bool(retention.parents_of(ruling.table, ruling.living)[i])
     why = shields[0] if shields else "a living delta needs it" if needed else "within the policy"
-    return RuleOpinion(rule="prune", word=RuleWord.KEEPS, why=why)
+    return RuleOpinion(rule="prune", word=RuleEffect.KEEPS, why=why)

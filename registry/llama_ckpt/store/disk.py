@@ -33,7 +33,7 @@ def map_file(path: Path | str) -> Iterator[memoryview]:
         UnsafePath: it is a symlink or no regular file.
         StoreUnavailable: the system cannot read it.
     """
-    with told(path):
+    with store_errors(path):
         try:
             fd = os.open(path, os.O_RDONLY | NOFOLLOW | BINARY | NONBLOCK)
         except FileNotFoundError as error:
@@ -135,7 +135,7 @@ def write_new(path: Path, parts: Sequence[memoryview], mode: int) -> None:
         StoreUnavailable: any other failure of the file system, or the file is there already.
     """
     size = sum(part.nbytes for part in parts)
-    with told(path, needed=size):
+    with store_errors(path, needed=size):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | BINARY, mode)
         try:
             for part in parts:
@@ -213,7 +213,7 @@ def write_file(path: Path, pieces: Sequence[bytes | memoryview], *, replace: boo
     views = [memoryview(piece) for piece in pieces]
     size = sum(view.nbytes for view in views)
     temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
-    with told(path, needed=size):
+    with store_errors(path, needed=size):
         try:
             write_new(temporary, views, 0o600)
             if replace:
@@ -268,7 +268,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def told(path: Path | str, needed: int = 0) -> Iterator[None]:
+def store_errors(path: Path | str, needed: int = 0) -> Iterator[None]:
     """Turns the system's errors into ours, by number."""
     try:
         yield

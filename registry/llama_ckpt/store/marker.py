@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 from llama_ckpt.errors import StoreUnavailable
-from llama_ckpt.store.disk import fsync_folder, put_in_place, told, write_all
+from llama_ckpt.store.disk import fsync_folder, put_in_place, store_errors, write_all
 
 MARKER = "llama-ckpt-store.json"
 
@@ -25,7 +25,7 @@ def claim(root: Path, registry_id: str) -> None:
     """
     if owner(root) is not None:
         return
-    with told(root), contextlib.suppress(FileExistsError):
+    with store_errors(root), contextlib.suppress(FileExistsError):
         data = json.dumps({"registry_id": registry_id, "made_by": "llama-ckpt"}).encode()
         temporary = root / f".{MARKER}.{uuid.uuid4().hex}"
         try:

@@ -30,7 +30,7 @@ from llama_ckpt.store.disk import (
     map_file,
     put_in_place,
     read_start,
-    told,
+    store_errors,
     write_all,
     write_with_holes,
 )
@@ -67,7 +67,7 @@ class Store:
         Raises:
             StoreUnavailable: it cannot be made, or is no folder.
         """
-        with told(self.root):
+        with store_errors(self.root):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def claim(self, registry_id: str) -> None:
@@ -100,7 +100,7 @@ class Store:
         Raises:
             StoreUnavailable: the system cannot say.
         """
-        with told(self.root):
+        with store_errors(self.root):
             usage = shutil.disk_usage(self.root)
             return usage.free, usage.total
 
@@ -131,7 +131,7 @@ class Store:
             Conflict: a file has the name of that id; it stays.
             StoreFull, StoreUnavailable: as `write`; or the source cannot be read.
         """
-        with told(source):
+        with store_errors(source):
             of_source = os.open(source, os.O_RDONLY | NOFOLLOW | BINARY | NONBLOCK)
         try:
             return self._put(checkpoint_id, content.nbytes, lambda fd: copy_rest(of_source, fd, content), is_named=True)
@@ -148,7 +148,7 @@ class Store:
             StoreUnavailable: the system refuses otherwise, as for another user's file.
         """
         target = Path(self._locate(path_of(checkpoint_id)))
-        with told(target):
+        with store_errors(target):
             self._make_shards(target.parent)
             with _none_there(target):
                 size = link_file(source, target)
@@ -172,7 +172,7 @@ class Store:
         free = self.free_bytes()
         if free < size:
             raise StoreFull(needed=size, path=self.root, reason=f"{free} bytes are free")
-        with told(target, needed=size):
+        with store_errors(target, needed=size):
             self._make_shards(target.parent)
             try:
                 self._stage(temporary, fill, size)
@@ -234,7 +234,7 @@ class Store:
             StoreUnavailable: the system cannot say.
         """
         path = self._locate(relative)
-        with told(path):
+        with store_errors(path):
             try:
                 found = os.lstat(path)
             except (FileNotFoundError, NotADirectoryError):
@@ -260,7 +260,7 @@ class Store:
             StoreUnavailable: the file is gone, or the system cannot say.
         """
         path = self._locate(relative)
-        with told(path):
+        with store_errors(path):
             return os.lstat(path).st_mtime_ns
 
     def head(self, relative: str) -> bytes:
@@ -271,7 +271,7 @@ class Store:
             StoreUnavailable: the file is gone, or the system cannot read it.
         """
         path = self._locate(relative)
-        with told(path):
+        with store_errors(path):
             return read_start(path, _HEAD)[0]
 
     def beginning(self, relative: str, n_bytes: int) -> tuple[bytes, int]:
@@ -283,7 +283,7 @@ class Store:
             StoreUnavailable: the system cannot read it now: nothing is known of the file.
         """
         path = self._locate(relative)
-        with told(path):
+        with store_errors(path):
             try:
                 return read_start(path, n_bytes)
             except FileNotFoundError as error:
@@ -297,7 +297,7 @@ class Store:
             StoreUnavailable: the file is gone, or the system refuses.
         """
         path = self._locate(relative)
-        with told(path):
+        with store_errors(path):
             # The system's own stamp moves in ticks of some milliseconds: within a tick a touch would not show.
             now_ns = max(time.time_ns(), os.lstat(path).st_mtime_ns + 1)
             os.utime(path, ns=(now_ns, now_ns))
@@ -311,7 +311,7 @@ class Store:
             StoreUnavailable: the system refuses.
         """
         path = self._locate(relative)
-        with told(path):
+        with store_errors(path):
             try:
                 found = os.lstat(path)
                 if not stat.S_ISREG(found.st_mode):
@@ -333,7 +333,7 @@ class Store:
         """
         path, target = self._locate(relative), self.root / QUARANTINE / Path(relative).name
         _require_plain_folder(target.parent)
-        with told(path):
+        with store_errors(path):
             if mtime_ns is not None and os.lstat(path).st_mtime_ns != mtime_ns:
                 return None
             target.parent.mkdir(mode=0o700, exist_ok=True)
@@ -348,7 +348,7 @@ class Store:
         Raises:
             StoreUnavailable: a folder cannot be listed. A partial list is never taken for a whole one.
         """
-        with told(self.root):
+        with store_errors(self.root):
             yield from walk(self.root)
 
     def _locate(self, relative: str) -> str:
@@ -383,7 +383,7 @@ def _require_plain_folder(folder: str | Path) -> None:
     except FileNotFoundError:
         return
     except OSError:
-        with told(Path(folder)):
+        with store_errors(Path(folder)):
             raise
     if not stat.S_ISDIR(mode):
         raise UnsafePath(path=folder, reason="it is a symlink or no folder")

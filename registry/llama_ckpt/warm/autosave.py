@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from llama_ckpt.checkpoints import save as saving
 from llama_ckpt.checkpoints.register import SaveOptions
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.engine import Engine
 from llama_ckpt.errors import BadInput, LlamaCkptError
 from llama_ckpt.fingerprint import TokenIds
@@ -38,10 +38,10 @@ class Autosave:
     A save that fails does not end the generation: the log tells it, and `problem` keeps the last one. `saved` is the last save.
     """
 
-    def __init__(self, parts: Parts, engine: Engine, every: int, options: SaveOptions) -> None:
+    def __init__(self, context: RegistryContext, engine: Engine, every: int, options: SaveOptions) -> None:
         if every < 1:
             raise BadInput(what="every", value=every, reason="give the tokens between two saves, 1 or more")
-        self._parts, self._engine, self._every, self._options = parts, engine, every, options
+        self._context, self._engine, self._every, self._options = context, engine, every, options
         self._before: Any = None
         self._last: TokenIds | None = None  # what the engine held when it was looked at first, or saved last
         self.interrupted = False
@@ -90,13 +90,13 @@ class Autosave:
             self._save(held)
         row = None if self.saved is None else self.saved.checkpoint
         if self.interrupted and row is not None:
-            path = self._parts.store.root / row.file_path
+            path = self._context.store.root / row.file_path
             log.warning("interrupted: %d tokens are saved as checkpoint %s in %s", row.n_tokens, row.id, path)
 
     def _save(self, held: TokenIds) -> None:
         self._last = held  # also of a save that fails: the next try is due after as many tokens
         try:
-            self.saved = saving.save(self._parts, self._engine, held, self._options)
+            self.saved = saving.save(self._context, self._engine, held, self._options)
             log.info("%s: %d tokens", self.saved.outcome, len(held))
         except LlamaCkptError as failure:
             self.problem = failure

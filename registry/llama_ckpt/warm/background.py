@@ -10,7 +10,7 @@ import numpy as np
 from llama_ckpt.checkpoints import save as saving
 from llama_ckpt.checkpoints.match import common_prefix
 from llama_ckpt.checkpoints.register import SaveOptions
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.engine import Engine
 from llama_ckpt.errors import LlamaCkptError, Unsupported, without_frames
 from llama_ckpt.fingerprint import Input, TokenIds
@@ -61,8 +61,8 @@ class BackgroundSaver:
     finished, whatever ended the block; a crash leaves what it leaves of any save: at most a file without a row.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, context: RegistryContext) -> None:
+        self._context = context
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llama-ckpt-save")
         self._in_flight: Future[Saved] | None = None
         self._token_ids = np.empty(0, dtype=np.int32)
@@ -87,7 +87,7 @@ class BackgroundSaver:
         self.finish()
         snapshot = Snapshot(engine, n_tokens)
         self._token_ids = snapshot.held_token_ids()
-        self._in_flight = self._worker.submit(_save, self._parts, snapshot, given, options)
+        self._in_flight = self._worker.submit(_save, self._context, snapshot, given, options)
         return self._in_flight
 
     def finish(self) -> None:
@@ -102,8 +102,8 @@ class BackgroundSaver:
         return common_prefix(self._token_ids, token_ids)
 
 
-def _save(parts: Parts, snapshot: Snapshot, given: Input, options: SaveOptions) -> Saved:
+def _save(context: RegistryContext, snapshot: Snapshot, given: Input, options: SaveOptions) -> Saved:
     try:
-        return saving.save(parts, snapshot, given, options)
+        return saving.save(context, snapshot, given, options)
     except LlamaCkptError as error:
         return without_frames(error)

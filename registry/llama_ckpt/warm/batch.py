@@ -17,10 +17,10 @@ from llama_ckpt.checkpoints.match import common_prefix
 from llama_ckpt.checkpoints.register import SaveOptions
 from llama_ckpt.checkpoints.restore import RestoreOptions
 from llama_ckpt.checkpoints.save import token_ids_of
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.engine import Engine, Progress, Vector
 from llama_ckpt.errors import BadInput, LlamaCkptError, without_frames
-from llama_ckpt.fingerprint import Input, TokenIds, input_hash
+from llama_ckpt.fingerprint import Input, TokenIds, hash_input
 from llama_ckpt.values import Checkpoint, MatchResult, MemoryKind, Outcome, SaveResult
 from llama_ckpt.warm.background import BackgroundSaver, Saved
 
@@ -29,7 +29,7 @@ LOOK_AHEAD = 32  # inputs among which a shared prefix is looked for
 What = Literal["prefix", "full", "none"]
 
 
-_Begun = tuple[Future[Saved] | None, LlamaCkptError | None]
+_PendingSave = tuple[Future[Saved] | None, LlamaCkptError | None]
 
 
 class BatchOutcome(StrEnum):
@@ -124,7 +124,7 @@ class _Item:
 
     index: int
     given: Input
-    of_input: bytes
+    input_hash: bytes
     token_ids: TokenIds
     saved_as: SaveOptions
 
@@ -144,13 +144,13 @@ class Batch:
 
     def __init__(
         self,
-        parts: Parts,
+        context: RegistryContext,
         engine: Engine,
         match: Callable[..., MatchResult],
         options: BatchOptions,
         progress: Progress,
     ) -> None:
-        self._parts = parts
+        self._context = context
         self._engine = engine
         self._match = match
         self._options = options
@@ -158,7 +158,7 @@ class Batch:
         given = options.shared_prefix
         self._prefix_ids = None if given is None else token_ids_of(engine, given)
         self._n_ahead = LOOK_AHEAD if options.save == "prefix" and given is None else 0
-        self._saver = BackgroundSaver(parts)
+        self._saver = BackgroundSaver(context)
 
     def run(self, inputs: Iterable[Input | BatchInput]) -> Generator[BatchRecord, None, None]:
         """A record for each input, in order. Whatever ends it, the save in flight is finished."""
@@ -185,7 +185,7 @@ class Batch:
             return _Item(
                 index=index,
                 given=given,
-                of_input=input_hash(given),
+                input_hash=hash_input(given),
                 token_ids=token_ids_of(self._engine, given),
                 saved_as=saved_as if label is None else replace(saved_as, label=label),
             )
@@ -205,7 +205,7 @@ class Batch:
         except LlamaCkptError as error:
             return BatchRecord(
                 index=item.index,
-                input_hash=item.of_input,
+                input_hash=item.input_hash,
                 outcome=BatchOutcome.FAILED,
                 elapsed_s=time.perf_counter() - started,
                 error=without_frames(error),
@@ -228,11 +228,11 @@ class Batch:
         n_restored = n_evaluated = 0
         trouble = found.error
         if found.outcome is Outcome.HIT and found.n_reusable > n_kept:
-            back = restoring.restore(self._parts, engine, ids, lambda *_, **__: found, RestoreOptions())
+            back = restoring.restore(self._context, engine, ids, lambda *_, **__: found, RestoreOptions())
             n_restored, n_evaluated, trouble = back.n_restored, back.n_evaluated, back.error
             hit = back.outcome is Outcome.HIT
             n_kept, n_known = (0, n_known) if hit else (self._n_held(ids), 0)
-        passing: _Begun = None, None
+        passing: _PendingSave = None, None
         if n_evaluated == 0:
             n_evaluated = len(ids) - n_kept - n_restored
             n_at = n_kept or n_restored
@@ -248,7 +248,7 @@ class Batch:
         next_token, confidence = engine.next_token() if embedding is None else (None, None)
         record = BatchRecord(
             index=item.index,
-            input_hash=item.of_input,
+            input_hash=item.input_hash,
             outcome=_outcome(len(ids), n_kept + n_restored),
             elapsed_s=0.0,
             n_kept=n_kept,
@@ -288,7 +288,7 @@ class Batch:
                     others = [one.token_ids for one in following if isinstance(one, _Item)]
                 n_shared = max((common_prefix(item.token_ids, other) for other in others), default=0)
                 comes_again = 1 < n_shared == n_tokens > n_known
-                return n_shared if comes_again or n_shared - n_known >= self._parts.min_match_tokens else 0
+                return n_shared if comes_again or n_shared - n_known >= self._context.min_match_tokens else 0
             case _:
                 return 0
 
@@ -301,7 +301,7 @@ class Batch:
         saving, trouble = self._begun(item, n_saved, saved_as)
         return replace(record, saving=saving, trouble=record.trouble or trouble)
 
-    def _begun(self, item: _Item, n_saved: int, saved_as: SaveOptions) -> _Begun:
+    def _begun(self, item: _Item, n_saved: int, saved_as: SaveOptions) -> _PendingSave:
         """The save of the first held tokens on its way, or why there is none."""
         given: Input = item.given
         if n_saved < len(item.token_ids):

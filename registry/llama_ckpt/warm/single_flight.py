@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import coordination
 from llama_ckpt.errors import BadInput, Conflict, DatabaseUnavailable
 
@@ -32,10 +32,10 @@ class SingleFlight:
         BadInput: a `wait_s` below 0.
     """
 
-    def __init__(self, parts: Parts, wait_s: float) -> None:
+    def __init__(self, context: RegistryContext, wait_s: float) -> None:
         if not 0 <= wait_s < 1e10:
             raise BadInput(what="wait_s", value=wait_s, reason="give seconds from 0 on; 0 is for not waiting")
-        self._parts = parts
+        self._context = context
         self._wait_s = wait_s
         self._holder = f"warm {secrets.token_hex(8)} on {socket.gethostname()[:60]}"
         self._claimed: bytes | None = None
@@ -89,7 +89,7 @@ class SingleFlight:
         if key is None:
             return
         try:
-            with self._parts.database.write() as db:
+            with self._context.database.write() as db:
                 coordination.drop_claim(db, key, self._holder)
                 coordination.forget_claims(db)
         except DatabaseUnavailable as error:
@@ -99,7 +99,7 @@ class SingleFlight:
         self._sign = time.monotonic()
         self._due = self._sign + self._claim_s / 3
         try:
-            with self._parts.database.write() as db:
+            with self._context.database.write() as db:
                 return coordination.take_claim(db, key, self._holder, 0, self._claim_s)
         except Conflict:  # another inserted it at this moment
             return False
@@ -110,7 +110,7 @@ class SingleFlight:
         step, holder, expires = _FIRST_STEP_S, "", 0.0
         while not self.gave_up:
             asked = time.monotonic()
-            seen = self._parts.database.query(lambda db: coordination.claim_of(db, key))
+            seen = self._context.database.query(lambda db: coordination.claim_of(db, key))
             now = time.monotonic()
             self.waited_s = before + now - started
             if seen is not None and seen[1] <= 0:
@@ -123,6 +123,6 @@ class SingleFlight:
                 log.warning("after %.1f s of waiting for %s: computing the same here", self.waited_s, holder)
                 self.gave_up = True
                 return
-            self._parts.hook("waits")
+            self._context.hook("waits")
             time.sleep(min(step, seen[1], self._wait_s - self.waited_s))
             step = min(step * _GROWTH, _LONGEST_STEP_S)

@@ -13,7 +13,7 @@ from llama_ckpt.checkpoints import save as saving
 from llama_ckpt.checkpoints.match import common_prefix
 from llama_ckpt.checkpoints.register import SaveOptions
 from llama_ckpt.checkpoints.restore import RestoreOptions
-from llama_ckpt.context import Parts
+from llama_ckpt.context import RegistryContext
 from llama_ckpt.engine import Engine, Progress
 from llama_ckpt.errors import BadInput, LlamaCkptError
 from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, flight_key
@@ -33,11 +33,11 @@ class WarmOptions:
     progress: Progress
 
 
-def warm(parts: Parts, engine: Engine, given: Input, match: Match, options: WarmOptions) -> WarmResult:
+def warm(context: RegistryContext, engine: Engine, given: Input, match: Match, options: WarmOptions) -> WarmResult:
     """As `Registry.warm`; `match` is `Registry.match`."""
     started = time.perf_counter()
     token_ids = saving.token_ids_of(engine, given)
-    warming = _Warming(parts, engine, match, options)
+    warming = _Warming(context, engine, match, options)
     if options.shared_prefix is not None:
         _require_prefix(options.shared_prefix, given)
         warming.prepare(options.shared_prefix, given, token_ids)
@@ -75,9 +75,9 @@ def _require_prefix(prefix: Input, given: Input) -> None:
 class _Warming:
     """One call of `warm`, and what it did so far."""
 
-    def __init__(self, parts: Parts, engine: Engine, match: Match, options: WarmOptions) -> None:
-        self._parts, self._engine, self._match, self._options = parts, engine, match, options
-        self.flight = SingleFlight(parts, options.wait_s)
+    def __init__(self, context: RegistryContext, engine: Engine, match: Match, options: WarmOptions) -> None:
+        self._context, self._engine, self._match, self._options = context, engine, match, options
+        self.flight = SingleFlight(context, options.wait_s)
         self.n_restored = self.n_evaluated = 0
         self.of_prefix: RestoreResult | None = None
         self.problem: LlamaCkptError | None = None
@@ -88,7 +88,7 @@ class _Warming:
         """
         prefix_ids = saving.token_ids_of(self._engine, prefix)
         n_shared = common_prefix(prefix_ids, token_ids)
-        if n_shared < self._parts.min_match_tokens or self._n_held(token_ids) >= n_shared:
+        if n_shared < self._context.min_match_tokens or self._n_held(token_ids) >= n_shared:
             return
         if self._n_known(self._ask(given), token_ids) < n_shared:
             self.of_prefix, _ = self.bring(prefix, prefix_ids)
@@ -120,7 +120,7 @@ class _Warming:
                 return found
             if self._engine.memory_kind is not MemoryKind.FULL:
                 n_known = len(token_ids) - 1  # another's state cannot be cut: only that of the whole input is of use
-            key = flight_key(self._engine.fingerprint.digest, token_ids, n_known, self._parts.block_size)
+            key = flight_key(self._engine.fingerprint.digest, token_ids, n_known, self._context.block_size)
             if self.flight.enter(key):
                 return found
 
@@ -144,13 +144,13 @@ class _Warming:
         n_held = min(common_prefix(held, token_ids), len(token_ids) - 1)
         if self._engine.memory_kind is not MemoryKind.FULL and n_held < len(held):
             return 0  # it cannot be cut
-        return n_held if n_held >= self._parts.min_match_tokens else 0
+        return n_held if n_held >= self._context.min_match_tokens else 0
 
     def _restore(self, given: Input, token_ids: TokenIds, found: MatchResult) -> RestoreResult:
         """Restores what was found, unless the engine holds as much of the input already."""
         n_held, n_known = self._n_held(token_ids), self._n_known(found, token_ids)
         if found.outcome is not Outcome.HIT or n_known == len(token_ids) or n_known > n_held:
-            return restoring.restore(self._parts, self._engine, given, lambda *_, **__: found, RestoreOptions())
+            return restoring.restore(self._context, self._engine, given, lambda *_, **__: found, RestoreOptions())
         return RestoreResult(
             outcome=Outcome.NO_MATCH,
             reason=f"the engine holds the first {n_held} tokens of the input already",
@@ -185,7 +185,7 @@ class _Warming:
         try:
             # What failed for the moment may be whole: only what was seen to be of no use is superseded.
             no_use = failed.checkpoint if failed is not None and failed.outcome is Outcome.NO_MATCH else None
-            return saving.save(self._parts, self._engine, given, options, instead_of=no_use)
+            return saving.save(self._context, self._engine, given, options, instead_of=no_use)
         except LlamaCkptError as error:
             self.problem = error  # the caller's to tell: it is in the result
             return None

@@ -23,7 +23,7 @@ Rotation = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class CellRange:
     """The cells of a state whose positions are `start` to `end` - 1."""
 
     state: memoryview
@@ -74,7 +74,7 @@ def join(head: memoryview, behind: memoryview) -> memoryview:
     return assemble(_joined([first, second]))
 
 
-def gather(stretches: Sequence[Stretch]) -> memoryview:
+def gather(stretches: Sequence[CellRange]) -> memoryview:
     """One state of stretches of several, each of which begins where the one before it ends: a chain of deltas with what they
     stand on. Costs one buffer of the result's size, however many they are.
 
