@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """The wheel, built from what git tracks or would track: no left-over of an earlier build can put a file into it."""
+def source(tmp_path_factory) -> Path:
+    """What git tracks or would track: no left-over of an earlier build can put a file into a wheel."""
     source = tmp_path_factory.mktemp("source")
     names = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -33,6 +33,12 @@ def wheel(tmp_path_factory) -> Path:
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, source / name)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    """The wheel."""
     out = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
     done = subprocess.run(build, capture_output=True, text=True, check=False)
@@ -92,3 +98,37 @@ def test_a_script_beside_files_named_registry_and_cli_is_not_disturbed(installed
 def test_importing_the_package_loads_neither_engine_nor_database_nor_numpy(installed, tmp_path):
     code = "import sys, llama_ckpt; print(sorted({'llama_cpp', 'sqlalchemy', 'numpy', 'alembic', 'typer'} & set(sys.modules)))"
     assert run(installed, tmp_path, "-c", code).stdout == "[]\n"
+
+
+def test_a_type_checker_finds_the_package_of_an_editable_install(source, tmp_path):
+    # What pip does with `--editable`; mypy reads a .pth file that names folders, and runs no import hook.
+    build = "import sys, build_backend; print(build_backend.build_editable(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=source, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
+        named = {n for n in archive.namelist() if n.endswith(".pth")}
+        folders = archive.read("llama_ckpt_folders.pth").decode().splitlines()
+        record = archive.read("llama_ckpt-0.1.0.dist-info/RECORD").decode()
+    assert named <= {line.split(",")[0] for line in record.splitlines()}, "pip removes them with the package"
+    program = tmp_path / "program.py"
+    program.write_text("from llama_ckpt import Registry\nreveal_type(Registry.open)\n")
+    mypy = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--follow-imports=silent",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        str(program),
+    ]
+    checked = subprocess.run(
+        mypy,
+        env={**os.environ, "MYPYPATH": os.pathsep.join(folders)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "-> llama_ckpt.registry.Registry" in checked.stdout, checked.stdout + checked.stderr
