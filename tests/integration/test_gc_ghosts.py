@@ -46,7 +46,7 @@ def run(collector, **options):
 
 def dead_tag():
     """The tag of a process that has ended."""
-    code = "from llama_ckpt import owners; print(owners.my_tag())"
+    code = "from llama_ckpt.store import writers; print(writers.my_tag())"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 

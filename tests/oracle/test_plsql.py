@@ -14,6 +14,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.dialects import oracle
 from support import oracle_names, plsql
+from support.required import missing
 
 from llama_ckpt.db.tables import VERSION_TABLE, metadata
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
@@ -166,8 +167,9 @@ def parsed(units):
     """The errors that a grammar of PL/SQL finds in each unit."""
     node = shutil.which("node")
     if node is None or not (Path(NODE_MODULES) / "antlr4ts-sql").is_dir():
-        pytest.skip(
-            "node, or antlr4ts-sql@1.1.0 and antlr4ts@0.5.0-alpha.4 in $LLAMA_CKPT_TEST_NODE_MODULES, is not there"
+        missing(
+            "plsql",
+            "node, or antlr4ts-sql@1.1.0 and antlr4ts@0.5.0-alpha.4 in $LLAMA_CKPT_TEST_NODE_MODULES, is not there",
         )
     script = Path(__file__).with_name("parse.cjs")
     given = json.dumps([u.text + ("" if u.kind == "plsql" else ";") for u in units])

@@ -88,7 +88,9 @@ def functions_of(module):
     return {
         name: function
         for name, function in inspect.getmembers(module, inspect.isfunction)
-        if function.__module__ == module.__name__ and not name.startswith("_")
+        if function.__module__ == module.__name__
+        and not name.startswith("_")
+        and "db" in inspect.signature(function).parameters
     }
 
 

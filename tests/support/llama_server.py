@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 READY_S = 120
@@ -45,13 +45,13 @@ class LlamaServer:
 
 
 @contextlib.contextmanager
-def running(binary: str, model: Path, slots: Path, *flags: str) -> Iterator[LlamaServer]:
+def running(command: Sequence[str], model: Path, slots: Path, *flags: str) -> Iterator[LlamaServer]:
     """A server that is ready; ended at the end of the block."""
     slots.mkdir(exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    line = [binary, "-m", str(model), "--port", str(port), "--slot-save-path", f"{slots}/", "-c", "512", "-t", "2"]
+    line = [*command, "-m", str(model), "--port", str(port), "--slot-save-path", f"{slots}/", "-c", "512", "-t", "2"]
     # No prompt cache beside the slot: what is reused must come from the slot.
     line += ["-cram", "0", "--no-warmup", *flags]
     server = subprocess.Popen(
