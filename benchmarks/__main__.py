@@ -1,4 +1,4 @@
-"""`python -m benchmarks` (make bench) measures, tells, and writes the results; `python -m benchmarks report` publishes them."""
+"""`python -m benchmarks` (make bench) measures, prints and writes the results; `python -m benchmarks report` publishes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESULTS = ROOT / "build" / "benchmarks.json"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 1 if a bar was missed and `--check` was asked for."""
+    """Run the command and return its exit code: 1 if a bar was missed and `--check` was given."""
     chosen = _arguments().parse_args(argv)
     if chosen.command == "report":
         for path in report.publish(Results.read(chosen.results), ROOT):
@@ -29,10 +29,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check(file: Path) -> int:
-    """Tells of each bar that was missed; 1 if there is one, else 0."""
-    missed = [s for s in bars.standings(bars.load(), Results.read(file).cases) if s.verdict == "missed"]
-    for standing in missed:
-        print(f"missed: {report.standing_as_text(standing)}", file=sys.stderr)
+    """Print each bar that was missed to stderr; return 1 if there is one, otherwise 0."""
+    missed = [s for s in bars.bar_results(bars.load(), Results.read(file).cases) if s.verdict == "missed"]
+    for result in missed:
+        print(f"missed: {report.bar_as_text(result)}", file=sys.stderr)
     return 1 if missed else 0
 
 
@@ -40,12 +40,14 @@ def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("command", nargs="?", default="run", choices=["run", "report", "check"], help="default: run")
     parser.add_argument("--only", nargs="+", choices=QUESTIONS, metavar="QUESTION", help=f"of: {', '.join(QUESTIONS)}")
-    parser.add_argument("--keep", action="store_true", help="what the results file has of other questions stays")
+    parser.add_argument("--keep", action="store_true", help="keep the results of other questions in the results file")
     parser.add_argument("--full", action="store_true", help="all sizes; without it a set that ends within ten minutes")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a figure falls short of its bar")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a figure misses its bar")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: build/benchmarks.json")
     parser.add_argument(
-        "--folder", type=Path, help="where to measure: on the disk that matters; default: the system's own"
+        "--folder",
+        type=Path,
+        help="folder to measure in, on the disk that matters; default: the system's temporary folder",
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""The bars, and where the results of a run stand to them."""
+"""The bars, and which of them a run reached or missed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE = Path(__file__).with_name("bars.toml")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """What a figure must reach; bars.toml says what the fields mean."""
+    """A limit for a figure; bars.toml explains the fields."""
 
     what: str
     question: str
@@ -33,11 +33,11 @@ class Bar:
 
     @property
     def limit(self) -> str:
-        """As text."""
+        """The limit as text."""
         return f"≤ {self.at_most:g}" if self.at_most is not None else f"≥ {self.at_least:g}"
 
     def figure(self, case: Case) -> float | None:
-        """The figure of a case that is held to this bar; None if it is not, or did not measure it."""
+        """The figure of a case; None if the bar does not apply to the case, or the case did not measure it."""
         if case.question != self.question or any(case.parameters.get(k) != v for k, v in self.where.items()):
             return None
         if self.fact:
@@ -47,13 +47,13 @@ class Bar:
         return case.ratio(self.way, self.to) if self.to else case.median(self.way)
 
     def holds(self, figure: float) -> bool:
-        """Whether a figure reaches it."""
+        """Whether a figure reaches the bar."""
         return figure <= self.at_most if self.at_most is not None else figure >= (self.at_least or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduleState:
-    """A bar and the worst figure that was held to it; no case and no figure where none was."""
+class BarResult:
+    """A bar and the worst figure that it applies to; `case` and `figure` are None if it applies to none."""
 
     bar: Bar
     case: Case | None
@@ -68,26 +68,26 @@ class ScheduleState:
 
 
 def load(file: Path = FILE) -> list[Bar]:
-    """The bars of a file.
+    """Read the bars of a file.
 
     Raises:
-        ValueError: one of them does not say what is measured or what must be reached.
-        TypeError: one has a field that bars do not have, or lacks one.
+        ValueError: a bar does not say what is measured or what must be reached.
+        TypeError: a bar has an unknown field, or lacks one.
     """
     return [Bar(**entry) for entry in tomllib.loads(file.read_text(encoding="utf-8"))["bar"]]
 
 
-def standings(bars: Iterable[Bar], cases: Iterable[Case]) -> list[ScheduleState]:
-    """Where each bar stands, for the questions that were asked."""
+def bar_results(bars: Iterable[Bar], cases: Iterable[Case]) -> list[BarResult]:
+    """The result of each bar, for the questions that were asked."""
     cases = list(cases)
     asked = {case.question for case in cases}
-    return [_standing(bar, cases) for bar in bars if bar.question in asked]
+    return [_bar_result(bar, cases) for bar in bars if bar.question in asked]
 
 
-def _standing(bar: Bar, cases: list[Case]) -> ScheduleState:
+def _bar_result(bar: Bar, cases: list[Case]) -> BarResult:
     figures = [(figure, case) for case in cases if (figure := bar.figure(case)) is not None]
     if not figures:
-        return ScheduleState(bar, None, None)
+        return BarResult(bar, None, None)
     worst = max if bar.at_most is not None else min
     figure, case = worst(figures, key=lambda pair: pair[0])
-    return ScheduleState(bar, case, figure)
+    return BarResult(bar, case, figure)

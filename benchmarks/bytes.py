@@ -1,7 +1,7 @@
 """What does a pipeline of prompts that share a prefix cost, in bytes on disk, files and evaluated tokens?
 
-Three quarters of each prompt are shared. llama-ckpt takes each through `Registry.warm`, and then all of them again; the floor
-holds and evaluates each distinct cell once.
+The prompts share three quarters of their tokens. llama-ckpt warms each with `Registry.warm`, and then all of them again. The
+floor stores and evaluates each distinct cell once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ OURS, PREFILL = "llama-ckpt, first time", "prefill"
 
 
 def run(sizes: Sizes, folder: Path) -> list[Case]:
-    """A case with the model, and one with more prompts of an engine that holds recorded rows: what is stored and what must be
-    evaluated is the same. What the other ways keep is measured on the first prompts and told per prompt: each keeps every
-    prompt whole.
+    """Measure a case with the model, and one with more prompts and an engine of recorded rows: it stores and evaluates the same.
+    What the other ways store is measured on the first prompts and given per prompt, because each of them stores every prompt
+    in full.
     """
     engine = ways.engine_for(sizes.prompt_tokens)
     ids = ways.ids_of(engine, sizes.prompt_tokens)
@@ -68,7 +68,7 @@ def _of_pipeline(model: str, engine: Engine, prompts: list[TokenIds], store: Pat
 
 
 def prompts_of(ids: TokenIds, n: int) -> list[TokenIds]:
-    """Prompts that share the first three quarters of `ids` and part at the token after."""
+    """Prompts that share the first three quarters of `ids` and diverge at the next token."""
     n_shared = len(ids) * 3 // 4
     made = []
     for number in range(n):
@@ -79,7 +79,7 @@ def prompts_of(ids: TokenIds, n: int) -> list[TokenIds]:
 
 
 def distinct_cells(prompts: list[TokenIds]) -> int:
-    """Different beginnings that the prompts have: as many cells as must be computed and kept."""
+    """Number of distinct prefixes of the prompts: the number of cells that must be computed and stored."""
     ordered = sorted(prompts, key=lambda ids: ids.tolist())
     shared = [_common(a, b) for a, b in pairwise(ordered)]
     return sum(len(ids) for ids in prompts) - sum(shared)
@@ -92,7 +92,7 @@ def _common(a: TokenIds, b: TokenIds) -> int:
 
 
 def _warm(case: Case, way: str, registry: Registry, engine: Engine, ids: TokenIds) -> int:
-    """Takes the time; gives the tokens that were evaluated."""
+    """Warm the prompts, record the time of each, and return the number of evaluated tokens."""
     result = registry.warm(engine, ids)
     assert result.problem is None, result.problem
     case.add(way, result.elapsed_s)
@@ -112,5 +112,5 @@ def _others(case: Case, engine: LlamaCppEngine, prompts: list[TokenIds], folder:
 
 
 def _bytes_below(folder: Path) -> int:
-    """What the files take on the disk, holes not counted, the database's among them."""
+    """Bytes that the files take on the disk, without holes, including those of the database."""
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())

@@ -1,9 +1,9 @@
-"""How long do scan, plan and delete take on a store with a tenth of each kind to collect, and do savers beside it notice?
+"""How long do scan, plan and delete take on a store with a tenth of each kind to collect, and do they slow down other saves?
 
-Yardsticks, in the same run: a bare walk of the folders, a bare read of the rows, a bare loop of unlinks over as many files of the
-same kind, `diskcache.Cache.check` over as many entries. A run takes what it collects away, so each is timed once for a store.
-The files to collect are those of the shortest checkpoints that a match takes; with longer ones an unlink takes longer, and what
-comes on top of it the same.
+The same run also measures a bare walk of the folders, a bare read of the rows, a bare loop of unlinks over as many files of the
+same kind, and `diskcache.Cache.check` over as many entries. A run deletes what it collects, so each store is timed once.
+The files to collect are those of the shortest checkpoints that a match accepts. With longer files an unlink takes longer, and
+the time in addition to it stays the same.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _MOST_ROUNDS = 10
 
 
 def file_bytes() -> bytes:
-    """A whole checkpoint of as many tokens as a match takes at least."""
+    """A complete checkpoint with the fewest tokens that a match accepts."""
     return checkpoint_bytes(n_tokens=DEFAULT_MIN_TOKENS)
 
 
 def is_collected(number: int) -> bool:
-    """Temporaries, orphans and STALE ones: those are whole, since freeing blocks is most of what an unlink takes."""
+    """Whether gc deletes this file. STALE ones are complete files, because most of an unlink is the freeing of blocks."""
     return number % 20 == 0 or number % 10 in (1, 2)
 
 
@@ -115,7 +115,7 @@ def bare_read(registry: Registry) -> None:
 
 
 def plant_bare(folder: Path, n_files: int) -> set[str]:
-    """The same files as half of those that gc will delete; gives their paths in the folder."""
+    """Write the same files as half of those that gc will delete; return their paths in the folder."""
     whole = file_bytes()
     relative = [relative_path(number) for number in range(n_files) if is_collected(number)][::2]
     for path in (folder / name for name in relative):
@@ -130,7 +130,7 @@ def bare_unlinks(folder: Path, paths: list[str]) -> None:
 
 
 def check_seconds(folder: Path, n: int) -> float:
-    """`diskcache.Cache.check` of as many entries, each a file of a block: it does not read them."""
+    """Seconds of `diskcache.Cache.check` over as many entries, each a file of one block, which it does not read."""
     import diskcache
 
     with diskcache.Cache(str(folder), disk_min_file_size=0) as cache:
@@ -142,7 +142,7 @@ def check_seconds(folder: Path, n: int) -> float:
 
 
 def run(sizes: Sizes, folder: Path) -> list[Case]:
-    """A case for each database and size."""
+    """Measure a case for each database and size."""
     kinds = ["sqlite", *(["postgresql"] if sizes.postgresql_rows and not databases.why_no_server() else [])]
     return [_of_store(kind, *size, folder / f"{kind}-{size[0]}") for kind in kinds for size in sizes.collect]
 
@@ -205,7 +205,7 @@ def _measure(case: Case, registry: Registry, bare: Path, half: set[str]) -> None
 
 
 def saves_during(url: str, store: Path, work: Callable[[], object]) -> float:
-    """Runs `work` beside a process that saves; its median in seconds."""
+    """Run `work` beside a process that saves; return the median time of a save, in seconds."""
     command = [sys.executable, "-m", "benchmarks.collect", url, str(store)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert child.stdout is not None
@@ -216,8 +216,8 @@ def saves_during(url: str, store: Path, work: Callable[[], object]) -> float:
     return float(median(json.loads(out)))
 
 
-def _saver(url: str, store: str) -> None:
-    """Saves until its standard input is closed, at least once; tells the seconds of each."""
+def _save_until_closed(url: str, store: str) -> None:
+    """Save until standard input is closed, at least once; print the seconds of each save."""
     engine = SampleEngine()
     times: list[float] = []
     os.set_blocking(0, False)
@@ -232,4 +232,4 @@ def _saver(url: str, store: str) -> None:
 
 
 if __name__ == "__main__":
-    _saver(*sys.argv[1:])
+    _save_until_closed(*sys.argv[1:])

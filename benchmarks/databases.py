@@ -1,4 +1,4 @@
-"""Databases to measure on: SQLite beside the files, and a PostgreSQL server where one answers."""
+"""Databases to measure on: SQLite beside the files, and a PostgreSQL server if one answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SERVER = os.environ.get("LLAMA_CKPT_BENCH_POSTGRESQL_URL", "postgresql+psycopg:/
 
 
 def why_no_server() -> str:
-    """Why PostgreSQL is not measured; empty where a server answers."""
+    """Why PostgreSQL is not measured; empty if a server answers."""
     try:
         with _server().connect():
             return ""
@@ -22,7 +22,7 @@ def why_no_server() -> str:
 
 
 def server_version() -> dict[str, str]:
-    """The server's version by its name; nothing where none answers."""
+    """The version of the server by its name; empty if none answers."""
     if why_no_server():
         return {}
     with _server().connect() as db:

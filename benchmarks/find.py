@@ -1,7 +1,7 @@
 """How long does it take to say which checkpoint serves an input, and to register one more, among how many?
 
 llama-ckpt's time is that of `Registry.match` by 4,000 token ids: hashes, database, and the heads of the files that are compared.
-All registries are asked in turns, one question of each kind a round; "answers right" is the share of right answers.
+Each round asks every registry one question of each kind, in turn. "answers right" is the share of right answers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EVERY = 10  # a cache that looks at every key is asked more seldom
 
 @dataclass
 class Planted:
-    """A registry with its rows, and the questions that it is asked: for each kind the ids and how many of them it shares."""
+    """A registry with its rows, and its questions: for each kind the ids, and how many of them the best checkpoint shares."""
 
     registry: Registry
     n_rows: int
@@ -52,7 +52,7 @@ class Planted:
 
 
 def run(sizes: Sizes, folder: Path) -> list[Case]:
-    """A case for each database and count of rows, and one for each database of how far it is from flat."""
+    """Measure a case for each database and number of rows, and one for each database that compares most rows with fewest."""
     cases = _of_database("sqlite", sizes.rows, sizes, folder)
     if sizes.postgresql_rows and not databases.why_no_server():
         cases += _of_database("postgresql", sizes.postgresql_rows, sizes, folder)
@@ -93,7 +93,7 @@ def _planted(
 
 
 def _questions(n_rows: int, n: int) -> dict[str, list[tuple[TokenIds, int]]]:
-    """Of each kind `n`: ids, and how many of them the best checkpoint begins with."""
+    """`n` questions of each kind: ids, and how many of them the best checkpoint starts with."""
     choice = random.Random(2)
     some = [planting.blocks_of(choice.randrange(1, n_rows + 1)) for _ in range(n)]
     shared = [blocks[: N_TOKENS // planting.BLOCK] for blocks in some]
@@ -129,7 +129,7 @@ def _others(
 
 
 def _deepest(known: dict[bytes, int], chain: list[bytes]) -> int | None:
-    """By bisection, as links are monotone."""
+    """The deepest linked block, by bisection: links are monotone."""
     low, high = 0, len(chain)
     while low < high:
         middle = (low + high) // 2
@@ -162,7 +162,7 @@ def _ask_in_turns(planted: list[Planted], n_calls: int) -> None:
 
 
 def _register_in_turns(planted: list[Planted], engine: Any, n_saves: int) -> None:
-    """Saves a small state, so that the row is what takes the time; fsync and commit are in it."""
+    """Save a small state, so that most of the time is the row's; fsync and commit are included."""
     for i in range(n_saves + 1):
         ids = ids_number((1 << 25) + i)
         engine.evaluate(ids)
@@ -174,7 +174,7 @@ def _register_in_turns(planted: list[Planted], engine: Any, n_saves: int) -> Non
 
 
 def _flatness(kind: str, finding: list[Case], registering: list[Case]) -> Case:
-    """The most rows against the fewest, of each way."""
+    """The time of each way with the most rows, divided by its time with the fewest."""
     flat = Case(question="find", name=f"{kind}, the most rows : the fewest", parameters={"database": kind})
     for ways, cases in (((PREFIX, HOT, MISS, SAME), finding), ((REGISTER, AGAIN), registering)):
         for way in ways:

@@ -1,4 +1,4 @@
-"""On what was measured: it stands in the results, beside the samples."""
+"""The machine and the versions that were measured; they are part of the results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def machine(folder: Path) -> dict[str, str | int]:
 
 
 def versions() -> dict[str, str]:
-    """Of all that takes part; a package that is not installed is not named."""
+    """The versions of everything that takes part; a package that is not installed is left out."""
     found = {
         "llama_ckpt": llama_ckpt.__version__,
         "python": platform.python_version(),
@@ -49,7 +49,7 @@ def _processor() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """Of the mount with the longest path above the folder."""
+    """The file system of the mount with the longest path above the folder."""
     where = folder.resolve()
     mounts = [p for p in psutil.disk_partitions(all=True) if where.is_relative_to(p.mountpoint)]
     return max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else "unknown"

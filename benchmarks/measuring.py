@@ -1,4 +1,4 @@
-"""Samples, and the figures that are told of them. Every sample is a time of wall clock in seconds."""
+"""Samples, and the figures that are computed from them. Every sample is wall-clock time in seconds."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FEWEST_FOR_P99 = 100  # fewer samples have no 99th percentile, only a largest on
 
 @dataclass(kw_only=True)
 class Case:
-    """One situation of one question: the samples of each way to deal with it, and facts that are no times (bytes, counts).
+    """One situation of one question: the samples of each way, and facts that are not times (bytes, counts).
 
-    Sample *i* of every way was taken in the same round, unless a way has fewer samples than the others.
+    Sample *i* of every way is from the same round, unless a way has fewer samples than the others.
     """
 
     question: str
@@ -32,16 +32,16 @@ class Case:
     floor: str = ""
 
     def add(self, way: str, seconds: float) -> None:
-        """Takes one more sample of a way."""
+        """Add one sample of a way."""
         self.samples.setdefault(way, []).append(round(seconds, 8))
 
     def median(self, way: str) -> float:
-        """Seconds."""
+        """The seconds that a call takes."""
         return median(self.samples[way])
 
     def ratio(self, way: str, to: str) -> float:
-        """The median of the rounds' own ratios, so that a slow moment counts on both sides; of ways that were not sampled in the
-        same rounds the ratio of the medians.
+        """The median of the ratios of each round, so that a slow moment counts on both sides. If the ways were not sampled in the
+        same rounds, the ratio of the medians.
         """
         over, under = self.samples[way], self.samples[to]
         if len(over) != len(under):
@@ -49,7 +49,7 @@ class Case:
         return median(a / b for a, b in zip(over, under, strict=True))
 
     def quartiles(self, way: str) -> tuple[float, float]:
-        """Seconds below which a quarter and three quarters of the samples lie."""
+        """The lower and the upper quartile, in seconds."""
         times = self.samples[way]
         if len(times) < 2:
             return times[0], times[0]
@@ -57,17 +57,17 @@ class Case:
         return low, high
 
     def p99(self, way: str) -> float | None:
-        """Seconds; None where there are too few samples to say."""
+        """The 99th percentile in seconds; None if there are too few samples."""
         times = sorted(self.samples[way])
         return times[int(len(times) * 0.99)] if len(times) >= FEWEST_FOR_P99 else None
 
     def as_json(self) -> dict[str, Any]:
-        """As it stands in the results."""
+        """The case as it is written to the results."""
         return asdict(self)
 
 
 def timed(work: Work) -> float:
-    """Seconds."""
+    """The seconds that a call takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -76,9 +76,9 @@ def timed(work: Work) -> float:
 def interleaved(
     case: Case, ways: Mapping[str, Work], rounds: int, before: Callable[[str], object] = lambda _: None
 ) -> None:
-    """Takes `rounds` samples of each way into `case`. Every round runs all of them, each beginning with another one and going on
-    in an order of its own, so that drift, neighbours, and what the way before left for the disk to do hit all alike; `before`
-    hears whose turn it is, untimed. One round goes ahead uncounted.
+    """Add `rounds` samples of each way to `case`. Every round runs all of them. Each round starts with another way and has an
+    order of its own, so that drift, neighbours, and writes that the previous way left to the disk affect all alike. `before` is
+    called with the name of the way, untimed. One extra round at the start is not counted.
     """
     names = list(ways)
     for number in range(-1, rounds):
@@ -93,9 +93,9 @@ def interleaved(
 
 
 def peak_above_idle(work: Work) -> int | None:
-    """Bytes by which the resident memory of this process rose at most while `work` ran; None where Linux does not tell.
+    """The most bytes by which the resident memory of this process rose while `work` ran; None where Linux does not report it.
 
-    Idle is what is resident after the allocator gave back what it holds in reserve: `work` would else fill that first, unseen.
+    Idle is the resident memory after the allocator has returned its reserve: `work` would fill the reserve first, unseen.
     Writing 5 to clear_refs sets the peak (VmHWM) to what is resident now: proc_pid_clear_refs(5).
     """
     gc.collect()
@@ -116,7 +116,7 @@ def _status(name: str) -> int:
 
 
 def drop_from_page_cache(*paths: Path) -> None:
-    """Takes files out of the system's page cache; a disk that is itself a file on a host may still be cached there."""
+    """Remove files from the system's page cache. A disk that is itself a file on a host may still be cached there."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:

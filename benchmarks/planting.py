@@ -1,5 +1,5 @@
-"""Registries of many rows, planted without saving each: token ids as real traffic has them, their prefix links, and real files
-for the few that a look-up will open.
+"""Registries of many rows, planted without a save for each: token ids like those of real traffic, their prefix links, and real
+files for the few that a look-up will open.
 
 A few system prompts are shared by many, some by very many; conversations of five turns share all but the last; some are long.
 """
@@ -55,7 +55,7 @@ _PATTERN = np.arange(BLOCK, dtype=np.int32)
 
 
 def ids_of(blocks: Iterable[Block], n_tokens: int | None = None) -> TokenIds:
-    """The token ids of blocks, filled up to `n_tokens` with ids that no checkpoint has, or cut there."""
+    """The token ids of blocks, truncated to `n_tokens`, or filled up to it with ids that no checkpoint has."""
     parts = []
     for block in blocks:
         ids = _PATTERN.copy()
@@ -68,7 +68,10 @@ def ids_of(blocks: Iterable[Block], n_tokens: int | None = None) -> TokenIds:
 
 
 def prefix_hashes(digest: bytes, ids: TokenIds) -> list[bytes]:
-    """DESIGN's chain: hash i is the first 16 bytes of SHA-256(hash i-1 ‖ block i), the fingerprint's digest before the first."""
+    """The chain of prefix hashes (docs/matching.md): hash i is the first 16 bytes of SHA-256(hash i-1 ‖ block i).
+
+    The digest of the fingerprint takes the place of the hash before the first block.
+    """
     data, hashes, last = ids.astype("<i4", copy=False).tobytes(), [], digest
     for start in range(0, len(data) - 4 * BLOCK + 1, 4 * BLOCK):
         last = hashlib.sha256(last + data[start : start + 4 * BLOCK]).digest()[:16]
@@ -77,7 +80,7 @@ def prefix_hashes(digest: bytes, ids: TokenIds) -> list[bytes]:
 
 
 def plant(registry: Registry, digest: bytes, n_rows: int) -> None:
-    """Rows 1 to `n_rows` with their links; the model is there already, and no other row is."""
+    """Insert rows 1 to `n_rows` with their links. The model must exist already, and no other row."""
     database = registry.database
     with database.read() as db:
         now = rows.clock_us(db)
@@ -119,7 +122,7 @@ def _links(number: int, digest: bytes, ids: TokenIds) -> Iterator[dict[str, obje
 
 
 def _settle(database: Database, n_rows: int) -> None:
-    """Numbers given from here on are new ones, and the planner knows of the rows."""
+    """Advance the sequence past the planted numbers, and analyse the rows for the planner."""
     with database.write() as db:
         if database.dialect == "postgresql":
             sequence = "SELECT setval(pg_get_serial_sequence('llama_checkpoint_meta', 'ckpt_no'), %s)"
@@ -128,8 +131,8 @@ def _settle(database: Database, n_rows: int) -> None:
 
 
 def plant_files(registry: Registry, digest: bytes, asked: Iterable[TokenIds], n_rows: int, at_most: int = 32) -> None:
-    """Files with real heads for the checkpoints that look-ups for `asked` may open: those that share the deepest block, smallest
-    first, and the last ones of all.
+    """Write files with real heads for the checkpoints that look-ups for `asked` may open: those that share the deepest block,
+    smallest first, and those that were saved last.
     """
     numbers = set(range(max(1, n_rows - at_most), n_rows + 1))
     with registry.database.read() as db:

@@ -1,4 +1,4 @@
-"""Log-log line plots as SVG: text, that every browser and a diff can read, without a plotting package."""
+"""Log-log line plots as SVG, without a plotting package: text that every browser and a diff can read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How do many processes on one registry get on: savers, and then matchers of what was saved?
+"""How fast are many processes on one registry when they save, and when they then look up what was saved?
 
-Each process saves small states of its own, for some time, and then looks up what it saved. All begin at once.
+Each process saves small states of its own for some time, and then looks up what it saved. All processes start at the same moment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(sizes: Sizes, folder: Path) -> list[Case]:
-    """A case for each database and number of processes."""
+    """Measure a case for each database and number of processes."""
     kinds = ["sqlite", *(["postgresql"] if not databases.why_no_server() else [])]
     return [_of_processes(kind, n, sizes.seconds, folder) for kind in kinds for n in sizes.processes]
 
@@ -56,10 +56,10 @@ def _of_processes(kind: str, n: int, seconds: float, folder: Path) -> Case:
             for child in children:
                 _read_line(child)
             for child in children:
-                _tell(child)
-            told = [json.loads(_read_line(child)) for child in children]
-            case.samples[way] = _thinned(sorted(t for times in told for t in times))
-            case.facts[f"{way}: per second, all together"] = sum(len(times) for times in told) / seconds
+                _start(child)
+            times_of = [json.loads(_read_line(child)) for child in children]
+            case.samples[way] = _thinned(sorted(t for times in times_of for t in times))
+            case.facts[f"{way}: per second, all together"] = sum(len(times) for times in times_of) / seconds
         for child in children:
             child.communicate()
             assert child.returncode == 0
@@ -67,7 +67,7 @@ def _of_processes(kind: str, n: int, seconds: float, folder: Path) -> Case:
 
 
 def _thinned(times: list[float]) -> list[float]:
-    """Of very many samples every n-th in order of size, the largest among them: quantiles stay what they are."""
+    """Every n-th of very many samples in order of size, including the largest: the quantiles stay the same."""
     return times[:: -math.ceil(len(times) / _MOST_SAMPLES)][::-1]
 
 
@@ -78,7 +78,7 @@ def _read_line(child: subprocess.Popen[str]) -> str:
     return line
 
 
-def _tell(child: subprocess.Popen[str]) -> None:
+def _start(child: subprocess.Popen[str]) -> None:
     assert child.stdin is not None
     child.stdin.write("go\n")
     child.stdin.flush()
@@ -108,7 +108,7 @@ def _child(url: str | None, store: str, first: int, seconds: float) -> None:
 
 
 def _for(seconds: float, work: Callable[[], None]) -> list[float]:
-    """The seconds of each, one after the other, until the time is over; at least one."""
+    """The seconds of each call, one after the other, until the time is over; at least one."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while not times or time.perf_counter() < end:

@@ -1,4 +1,4 @@
-"""What a run found, for people: as text for the terminal, and as docs/benchmarks.md with its plots and the README's section."""
+"""The results of a run, for people: text for the terminal, docs/benchmarks.md with its plots, and the README's section."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks import bars, plots
-from benchmarks.bars import ScheduleState
+from benchmarks.bars import BarResult
 from benchmarks.measuring import Case
 from benchmarks.plots import seconds
 from benchmarks.results import QUESTIONS, Results
@@ -15,22 +15,22 @@ from benchmarks.results import QUESTIONS, Results
 BEGIN, END = "<!-- benchmarks: written by `python -m benchmarks report` -->", "<!-- /benchmarks -->"
 
 TITLES = {
-    "restore": "Restore: until the next token can be sampled",
-    "save": "Save: until the state is kept",
-    "find": "Find and register, among many",
+    "restore": "Restore: time until the next token can be sampled",
+    "save": "Save: time to save a state",
+    "find": "Find and register among many checkpoints",
     "bytes": "Bytes: a pipeline of prompts that share a prefix",
     "processes": "Many processes on one registry",
-    "collect": "Collect",
+    "collect": "Garbage collection",
     "scenario": "The published scenario",
     "startup": "Start-up",
 }
 
 
 def publish(results: Results, root: Path) -> list[Path]:
-    """Writes docs/benchmarks.md, its plots, the raw samples beside them and the README's section; gives what was written.
+    """Write docs/benchmarks.md, its plots, the raw samples beside them and the README's section; return the paths.
 
     Raises:
-        ValueError: the README has no place for the section.
+        ValueError: the README has no markers for the section.
     """
     folder, readme = root / "docs" / "benchmarks", root / "README.md"
     section = _with_section(readme.read_text(encoding="utf-8"), _for_readme(results))
@@ -55,7 +55,7 @@ def _with_section(readme: str, section: str) -> str:
 
 
 def drawn(results: Results) -> dict[str, str]:
-    """The plots of a run by name, as SVG; of those questions that it asked at more than one size."""
+    """The plots of a run by name, as SVG, for the questions that it asked at more than one size."""
     found = {}
     lines = _lines([c for c in results.of("find") if "rows" in c.parameters], "rows", ("by prefix", "dict", "Cache"))
     if lines:
@@ -68,7 +68,7 @@ def drawn(results: Results) -> dict[str, str]:
 
 
 def _lines(cases: Iterable[Case], parameter: str, wanted: tuple[str, ...]) -> dict[str, list[tuple[float, float]]]:
-    """By way (and database, where it is not SQLite) the medians over a parameter."""
+    """The medians over a parameter, by way (and by database if it is not SQLite)."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for case in sorted(cases, key=lambda c: int(c.parameters[parameter])):
         server = case.parameters.get("database") == "postgresql"
@@ -83,8 +83,8 @@ def _lines(cases: Iterable[Case], parameter: str, wanted: tuple[str, ...]) -> di
 
 
 def _for_readme(results: Results) -> str:
-    rows = [_standing_row(s) for s in bars.standings(bars.load(), results.cases) if s.figure is not None]
-    links = [f"![{name} against its size](docs/benchmarks/{name}.svg)" for name in drawn(results)]
+    rows = [_bar_row(s) for s in bars.bar_results(bars.load(), results.cases) if s.figure is not None]
+    links = [f"![{name} by size](docs/benchmarks/{name}.svg)" for name in drawn(results)]
     return "\n".join(
         [
             _on_what(results),
@@ -93,15 +93,15 @@ def _for_readme(results: Results) -> str:
             "",
             *links,
             "",
-            "Every way that was measured, with medians, tails and spread: [docs/benchmarks.md](docs/benchmarks.md).",
+            "All measurements, with medians, tails and spread: [docs/benchmarks.md](docs/benchmarks.md).",
         ]
     )
 
 
 def _document(results: Results) -> str:
-    parts = ["# Benchmarks", "", _on_what(results), "", HOW, "", "## Where the bars stand", ""]
+    parts = ["# Benchmarks", "", _on_what(results), "", HOW, "", "## Bars", ""]
     parts += _table(
-        ["what", "worst figure", "bar", ""], [_standing_row(s) for s in bars.standings(bars.load(), results.cases)]
+        ["what", "worst figure", "bar", ""], [_bar_row(s) for s in bars.bar_results(bars.load(), results.cases)]
     )
     plotted = drawn(results)
     for question in QUESTIONS:
@@ -130,38 +130,36 @@ def _on_what(results: Results) -> str:
 
 
 def _sets(sizes: dict[str, str]) -> str:
-    """Which set was asked of which questions."""
+    """Which set of sizes was used for which questions."""
     names = sorted(set(sizes.values()))
     if len(names) == 1:
         return f"the {names[0]} set"
     return "; ".join(f"the {name} set of {', '.join(q for q in sizes if sizes[q] == name)}" for name in names)
 
 
-HOW = """To repeat it: `make bench` (ten minutes on two cores) or `make bench FULL=1` (all sizes, some hours; or a question of
-yours, beside what the quick set found of the others: `python -m benchmarks --only find --full --keep`), then
-`python -m benchmarks report`, which wrote this text, its plots and the README's table from the samples in
-[benchmarks/results.json](benchmarks/results.json).
-`make bench CHECK=1` fails where a bar is missed; the bars are in [benchmarks/bars.toml](../benchmarks/bars.toml). What was
-missed, and why: [benchmarks-misses.md](benchmarks-misses.md).
+HOW = """To repeat it, run `make bench` (ten minutes on two cores) or `make bench FULL=1` (all sizes, some hours). To measure
+one question in full and keep what the quick set measured of the others: `python -m benchmarks --only find --full --keep`. Then
+run `python -m benchmarks report`. It writes this text, its plots and the README's table from the samples in
+[benchmarks/results.json](benchmarks/results.json). `make bench CHECK=1` fails if a bar is missed. The bars are in
+[benchmarks/bars.toml](../benchmarks/bars.toml). [benchmarks-misses.md](benchmarks-misses.md) says what was missed, and why.
 
-Ratios come first: they carry over to other machines, seconds do not. Within a round every way has its turn, in an
-order of the round's own, and a ratio is the median of the rounds' own ratios. *Spread* are the quartiles; a 99th percentile
-stands where
-there are 100 samples or more. Nothing that a user waits for is left out of llama-ckpt's times: fsync of file and folder, every
-checksum, the lease and the database commit are in them. *Cold* is after posix_fadvise(DONTNEED) on the file; a disk that is a
-file on a host may still be cached there."""
+Compare ratios, not seconds: ratios carry over to other machines. In each round every way has its turn, in a new order, and a
+ratio is the median of the ratios of all rounds. *Spread* is the range between the quartiles. There is a 99th percentile if
+there are 100 samples or more. llama-ckpt's times include everything that a user waits for: fsync of file and folder, every
+checksum, the lease and the database commit. *Floor* is the least that the machine must do. *Cold* is after
+posix_fadvise(DONTNEED) on the file; a disk that is a file on a host may still be cached there."""
 
 
-def _standing_row(standing: ScheduleState) -> list[str]:
-    case, figure = standing.case, standing.figure
+def _bar_row(result: BarResult) -> list[str]:
+    case, figure = result.case, result.figure
     if case is None or figure is None:
-        return [standing.bar.what, "-", standing.bar.limit, standing.verdict]
-    return [f"{standing.bar.what} ({case.name})", f"{_number(figure)}", standing.bar.limit, standing.verdict]
+        return [result.bar.what, "-", result.bar.limit, result.verdict]
+    return [f"{result.bar.what} ({case.name})", f"{_number(figure)}", result.bar.limit, result.verdict]
 
 
-def standing_as_text(standing: ScheduleState) -> str:
-    """One line."""
-    what, figure, limit, verdict = _standing_row(standing)
+def bar_as_text(result: BarResult) -> str:
+    """A bar and its result in one line."""
+    what, figure, limit, verdict = _bar_row(result)
     return f"{what}: {figure} (bar {limit}, {verdict})"
 
 
@@ -197,7 +195,7 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
 
 
 def as_text(results: Results) -> str:
-    """Ratios first, then where the bars stand."""
+    """The results as text: ratios first, then the bars."""
     lines = [_on_what(results)]
     for case in results.cases:
         lines += ["", f"{case.question}: {case.name}"]
@@ -206,5 +204,5 @@ def as_text(results: Results) -> str:
             ratio = f"{case.ratio(way, floor):9.2f} × {floor}" if floor else ""
             lines.append(f"  {way:<28} {seconds(case.median(way)):>10}{ratio}")
         lines += [f"  {name}: {_number(value)}" for name, value in case.facts.items()]
-    lines += ["", *(standing_as_text(s) for s in bars.standings(bars.load(), results.cases))]
+    lines += ["", *(bar_as_text(s) for s in bars.bar_results(bars.load(), results.cases))]
     return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
-"""How long until the next token can be sampled of an input whose state was saved?
+"""How long does it take until the next token of a saved input can be sampled?
 
-Every way ends with the last token decoded, since a state has no logits. llama-ckpt's time is that of `Registry.restore`:
-look-up, lease, map, all verification, load, decode, and the hit recorded and committed. All are given token ids: tokenising is
-the same for all of them.
+Every way ends with the decode of the last token, because a state has no logits. llama-ckpt's time is that of `Registry.restore`:
+look-up, lease, map, all verification, load, decode, and the hit recorded and committed. All ways get token ids, because
+tokenising is the same for all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ READ, DECODE = "bare read", "decode alone"
 
 
 def run(sizes: Sizes, folder: Path) -> list[Case]:
-    """Two cases for each number of tokens: page cache warm and cold; and the synthetic state, where one is asked for."""
+    """Measure two cases for each number of tokens, page cache warm and cold, and the synthetic state if the sizes have one."""
     engine, cases = ways.engine_for(max(sizes.tokens)), []
     for n_tokens in sizes.tokens:
         here = folder / str(n_tokens)
@@ -79,11 +79,11 @@ def _of_real_state(engine: LlamaCppEngine, registry: Registry, ids: TokenIds, fo
     interleaved(cold, {READ: bare, NATIVE: to_native, OURS: ours}, rounds, lambda _: drop_from_page_cache(*files))
     warm.add(PREFILL, timed(lambda: engine.evaluate(ids)))
     cache.close()
-    _tell(warm, raw.stat().st_size, lambda: restore_ours(registry, engine, ids))
+    _add_facts(warm, raw.stat().st_size, lambda: restore_ours(registry, engine, ids))
     return [warm, cold]
 
 
-def _tell(case: Case, state_bytes: int, ours: Work) -> None:
+def _add_facts(case: Case, state_bytes: int, ours: Work) -> None:
     case.facts["state bytes"] = state_bytes
     if (peak := peak_above_idle(ours)) is not None:
         case.facts["peak memory above state, MiB"] = (peak - state_bytes) / (1 << 20)
@@ -93,14 +93,14 @@ def _tell(case: Case, state_bytes: int, ours: Work) -> None:
 
 
 def restore_ours(registry: Registry, engine: Engine, ids: TokenIds) -> None:
-    """Fails if it was no hit: a quick miss is no restore."""
+    """Restore, and fail if it was not a hit: a quick miss is not a restore."""
     result = registry.restore(engine, ids)
     assert result.outcome is Outcome.HIT, result.reason
     assert result.n_restored == len(ids) - 1
 
 
 def _of_synthetic_state(folder: Path, sizes: Sizes) -> Case:
-    """A state of many bytes without a model: the engine copies it, and decodes nothing."""
+    """Measure a state of many bytes without a model: the engine copies it and decodes nothing."""
     engine = SyntheticEngine(sizes.synthetic_bytes)
     case = Case(question="restore", name=f"synthetic, {engine.state.nbytes / 1e9:.2f} GB", floor=FLOOR)
     case.parameters = {"cache": "warm", "synthetic": engine.state.nbytes}
@@ -119,5 +119,5 @@ def _of_synthetic_state(folder: Path, sizes: Sizes) -> Case:
         registry.save(engine, engine.ids)
         ours = lambda: restore_ours(registry, engine, engine.ids)  # noqa: E731
         interleaved(case, {FLOOR: floor, OURS: ours}, max(2, sizes.rounds // 3))
-        _tell(case, engine.state.nbytes, ours)
+        _add_facts(case, engine.state.nbytes, ours)
     return case

@@ -1,4 +1,4 @@
-"""The results of a run, as a JSON file: on what it was measured, every sample, every fact."""
+"""The results of a run, as a JSON file: the machine, every sample, every fact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What was found. `sizes` has the name of the set that each question was asked in, `seconds` what all of it took."""
+    """What was measured. `sizes` has the name of the set of sizes for each question, `seconds` the duration of the run."""
 
     sizes: dict[str, str]
     measured_at: str
@@ -38,7 +38,7 @@ class Results:
         return [case for case in self.cases if case.question == question]
 
     def write(self, file: Path) -> None:
-        """As one JSON file, a line for each case; its folder is made."""
+        """Write the results as one JSON file, a line for each case; create its folder."""
         file.parent.mkdir(parents=True, exist_ok=True)
         fields = {name: getattr(self, name) for name in self.__slots__ if name != "cases"}
         head = json.dumps({"format": FORMAT, **fields}, indent=1).removesuffix("\n}")
@@ -47,7 +47,7 @@ class Results:
 
     @classmethod
     def read(cls, file: Path) -> Results:
-        """What `write` wrote.
+        """Read what `write` wrote.
 
         Raises:
             ValueError: the file is of another format.
@@ -61,12 +61,12 @@ class Results:
 def measure(
     questions: Sequence[str], sizes: Sizes, file: Path, folder: Path | None = None, *, keep: bool = False
 ) -> Results:
-    """Asks the questions one after the other, each in a folder of its own that is gone afterwards; `folder` is where those are
-    made. Results are written to `file` after each: a run that is interrupted leaves what it measured. With `keep` what `file`
-    has of other questions stays. Says on stderr where it is.
+    """Measure the questions one after the other, each in a folder of its own below `folder`, which is removed afterwards. Results
+    are written to `file` after each question: an interrupted run leaves what it measured. `keep` keeps the results of other
+    questions in `file`. Progress is printed to stderr.
 
     Raises:
-        ValueError: what is to be kept was measured on another machine or other versions.
+        ValueError: the results to keep were measured on another machine or with other versions.
     """
     started, now = time.perf_counter(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="llama-ckpt-bench-", dir=folder) as top:
@@ -86,7 +86,7 @@ def measure(
 
 
 def _kept(file: Path, questions: Sequence[str], about: dict[str, Any]) -> Results:
-    """What a file has of other questions."""
+    """The results of other questions in a file."""
     before = Results.read(file)
     if {"machine": before.machine, "versions": before.versions} != about:
         raise ValueError(f"{file} was measured on another machine or other versions: measure all of it again")

@@ -1,7 +1,7 @@
-"""How long does it take to keep the state of an input, and how large is it?
+"""How long does it take to save the state of an input, and how large is the file?
 
 llama-ckpt's time is that of `Registry.save`: look-up, copy of the state, its structure checked, CRC, write, fsync of the file and
-its folder, row and commit. The floor is durable too; llama.cpp's saver and LlamaDiskCache are not.
+its folder, row and commit. The floor is durable too; llama.cpp's own save function and LlamaDiskCache are not.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ NATIVE_DURABLE, ON_PREFIX, AGAIN = "llama.cpp's file + fsync", "llama-ckpt, pref
 
 
 def run(sizes: Sizes, folder: Path) -> list[Case]:
-    """One case for each number of tokens."""
+    """Measure one case for each number of tokens."""
     engine = ways.engine_for(max(sizes.tokens))
     return [_of_state(engine, ways.ids_of(engine, n), folder / str(n), sizes.rounds) for n in sizes.tokens]
 
 
 def _of_state(engine: LlamaCppEngine, ids: TokenIds, folder: Path, rounds: int) -> Case:
-    """The state of three quarters of the input is saved in a registry of its own: there a delta could be written."""
+    """In a registry of its own, the state of three quarters of the input is saved first: there the save can write a delta."""
     case = Case(question="save", name=f"{len(ids):,} tokens", floor=FLOOR, parameters={"tokens": len(ids)})
     folder.mkdir()
     base = ids[: len(ids) * 3 // 4]
@@ -58,14 +58,14 @@ def _of_state(engine: LlamaCppEngine, ids: TokenIds, folder: Path, rounds: int) 
             rounds,
             before,
         )
-        _tell(case, registry, with_prefix, engine, ids)
+        _add_facts(case, registry, with_prefix, engine, ids)
         case.facts["LlamaDiskCache: bytes on disk : the state"] = cache.bytes_on_disk() / case.facts["state bytes"]
     cache.close()
     return case
 
 
-def _tell(case: Case, registry: Registry, with_prefix: Registry, engine: LlamaCppEngine, ids: TokenIds) -> None:
-    """What is measured on its own: a save that is none, memory, sizes."""
+def _add_facts(case: Case, registry: Registry, with_prefix: Registry, engine: LlamaCppEngine, ids: TokenIds) -> None:
+    """Add the facts that are measured separately: a deduplicated save, memory, sizes."""
     state_bytes = engine.capture().nbytes
     _forget(registry)
     peak = peak_above_idle(lambda: _saved(registry, engine, ids))
@@ -88,7 +88,7 @@ def _saved(registry: Registry, engine: LlamaCppEngine, ids: TokenIds) -> SaveRes
 
 
 def _forget(registry: Registry) -> None:
-    """Everything but the base: rows and files."""
+    """Delete rows and files of everything but the base."""
     gone = [row.id for row in registry.list() if row.label != "base"]
     for checkpoint_id in gone:
         registry.remove(checkpoint_id)

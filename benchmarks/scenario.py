@@ -1,7 +1,7 @@
 """The published scenario: one base checkpoint, then many inputs like it, each of 1,024 characters.
 
-Three times for each input, through `Registry.warm`: cold (evaluated, nothing registered), base reused (what the base spares), and
-again (what the input's own checkpoint spares). Then texts in a row, where each finds what those before it left.
+Each input is timed three times, with `Registry.warm`: cold (evaluated, nothing registered), base reused (the base is restored),
+and again (the input's own checkpoint is restored). Then texts in a row, where each finds what the earlier ones saved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLD, BASE, DELTA = "cold", "base reused", "delta reused"
 
 
 def run(sizes: Sizes, folder: Path) -> list[Case]:
-    """A case for the three ways, and one for the texts in a row."""
+    """Measure a case for the three ways, and one for the texts in a row."""
     engine = ways.engine_for(1024)
     return [_three_ways(engine, sizes, folder / "one-by-one"), _in_a_row(engine, sizes, folder / "in-a-row")]
 

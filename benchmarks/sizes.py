@@ -1,4 +1,4 @@
-"""How much each question measures: the set of every day, all of it, and the least that shows that a question works."""
+"""How much each question measures: the quick set, the full set, and the smallest set that shows that a question works."""
 
 from __future__ import annotations
 

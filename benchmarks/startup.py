@@ -1,4 +1,4 @@
-"""How long does a command line take until it has answered? Each is a process of its own."""
+"""How long does a command take from its start to its answer? Each command is a process of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PYTHON, HELP, MATCH, LS = "python alone", "llama-ckpt --help", "llama-ckpt match
 
 
 def run(sizes: Sizes, folder: Path) -> list[Case]:
-    """One case, over a registry of many rows."""
+    """Measure one case, over a registry of many rows."""
     store, engine, n = folder / "store", SampleEngine(), sizes.startup_rows
     with Registry.open(store=store) as registry:
         engine.evaluate(engine.ids)
@@ -52,12 +52,12 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _imported_by_help() -> set[str]:
-    """Of those that it must not import, as -X importtime lists them."""
+    """The packages that --help must not import and does, as -X importtime lists them."""
     listed = _run([sys.executable, "-X", "importtime", *COMMAND[1:], "--help"]).stderr
     names = {line.rpartition("|")[2].strip().partition(".")[0] for line in listed.splitlines()}
     return names & set(NOT_FOR_HELP)
 
 
 def _environment() -> dict[str, str]:
-    """No setting of the person who measures reaches the commands."""
+    """An environment without your own settings."""
     return {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_CKPT_")}

@@ -1,4 +1,4 @@
-"""Engines without a model: recorded rows over and over, for whatever is not about the model. From tests/support."""
+"""Engines without a model, from tests/support: recorded rows, repeated, for measurements that do not depend on the model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["SampleEngine", "SyntheticEngine", "TokenEngine", "checkpoint_bytes",
 
 
 def ids_number(number: int, n_tokens: int = 3) -> TokenIds:
-    """Token ids that no other number has; their state is that of the sample for all the registry can see."""
+    """Token ids that no other number has; for the registry their state is that of the sample."""
     return np.array([number >> 15, number & 0x7FFF, *range(n_tokens - 2)], dtype=np.int32)
 
 
 class SyntheticEngine(SampleEngine):
-    """Holds a state of about `n_bytes` bytes. To load one it copies it, as llama.cpp does on a processor."""
+    """An engine with a state of about `n_bytes` bytes. It loads a state by a copy, as llama.cpp does on a processor."""
 
     def __init__(self, n_bytes: int) -> None:
         ids, state = samples.read(samples.F16_FLASH)
@@ -34,7 +34,7 @@ class SyntheticEngine(SampleEngine):
         self.cells = self.state.copy()
 
     def take(self, state: np.ndarray) -> None:
-        """One copy."""
+        """Copy the state."""
         np.copyto(self.cells, state)
 
     def capture(self) -> memoryview:

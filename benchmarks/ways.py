@@ -20,17 +20,17 @@ from llama_ckpt_cli.demo import prompt_of, smollm2
 
 
 def engine_for(n_tokens: int) -> LlamaCppEngine:
-    """SmolLM2-135M with room for so many tokens. Beyond the 8,192 it was trained for only the speed would be right."""
+    """SmolLM2-135M with a context of `n_tokens`. It was trained for 8,192; beyond that only the speed is right."""
     return LlamaCppEngine.from_path(smollm2(), n_ctx=n_tokens + 256)
 
 
 def ids_of(engine: LlamaCppEngine, n_tokens: int) -> TokenIds:
-    """Exactly so many token ids of a made-up document."""
+    """Exactly `n_tokens` token ids of a made-up document."""
     return engine.token_ids(prompt_of(engine, n_tokens))[:n_tokens]
 
 
 def decode_last(engine: LlamaCppEngine, ids: TokenIds) -> None:
-    """A state has no logits: whoever loads one evaluates the last token again before the next can be sampled."""
+    """Evaluate the last token again: a state has no logits, so the next token cannot be sampled before that."""
     llama, n_before = engine.llama, len(ids) - 1
     llama.input_ids[:n_before] = ids[:n_before]
     llama.n_tokens = n_before
@@ -38,7 +38,7 @@ def decode_last(engine: LlamaCppEngine, ids: TokenIds) -> None:
 
 
 def set_state(engine: LlamaCppEngine, data: np.ndarray) -> None:
-    """Hands a state to the engine as it is."""
+    """Pass a state to the engine as it is."""
     pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
     assert llama_cpp.llama_state_seq_set_data(engine.llama.ctx, pointer, data.nbytes, 0) == data.nbytes
 
@@ -59,7 +59,7 @@ def floor_save(engine: LlamaCppEngine, path: Path) -> None:
 
 
 def floor_restore(engine: LlamaCppEngine, ids: TokenIds, path: Path) -> None:
-    """Map, CRC, set_data, decode: nothing is known of the file but that it is as it was written."""
+    """Map, CRC, set_data, decode: this proves only that the file is as it was written."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         data = np.frombuffer(mapped, dtype=np.uint8)
         isal_zlib.crc32(data)
@@ -69,7 +69,7 @@ def floor_restore(engine: LlamaCppEngine, ids: TokenIds, path: Path) -> None:
 
 
 def read_restore(engine: LlamaCppEngine, ids: TokenIds, path: Path) -> None:
-    """One bare read of the file, set_data, decode: what comes from a disk cannot be there sooner."""
+    """One bare read of the file, set_data, decode: the least time for a state that comes from a disk."""
     data = np.empty(path.stat().st_size, dtype=np.uint8)
     with path.open("rb", buffering=0) as file:
         assert file.readinto(data.data) == data.nbytes
@@ -102,8 +102,8 @@ def native_restore(engine: LlamaCppEngine, ids: TokenIds, path: Path) -> None:
 
 
 class DiskCache:
-    """LlamaDiskCache as `Llama` uses it: `save_state` into it after, `load_state` from it before an evaluation. Not durable; an
-    entry that is read is gone.
+    """LlamaDiskCache as `Llama` uses it: `save_state` into it after an evaluation, `load_state` from it before one. It is not
+    durable, and a read removes the entry.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -186,19 +186,19 @@ def test_a_bar_that_does_not_say_what_it_asks_is_named(entry, tmp_path):
 def test_a_bar_is_held_to_the_worst_case_and_says_when_there_was_none():
     bar = bars.Bar(what="find", question="find", way="llama-ckpt, by prefix", at_most=0.002)
     worst, other = found(1_000_000, 0.0019), found(1_000, 0.0004)
-    (standing,) = bars.standings([bar], [other, worst])
-    assert (standing.case, standing.verdict) == (worst, "reached")
+    (result,) = bars.bar_results([bar], [other, worst])
+    assert (result.case, result.verdict) == (worst, "reached")
     elsewhere = bars.Bar(what="find", question="find", where={"rows": 7}, way="llama-ckpt, by prefix", at_most=0.002)
-    (standing,) = bars.standings([elsewhere], [other, worst])
-    assert standing.verdict == "not measured"
-    assert bars.standings([bar], [restored(4000, 0.02)]) == []  # that question was not asked
+    (result,) = bars.bar_results([elsewhere], [other, worst])
+    assert result.verdict == "not measured"
+    assert bars.bar_results([bar], [restored(4000, 0.02)]) == []  # that question was not asked
 
 
 def test_a_bar_from_below_is_held_to_the_smallest_figure():
     bar = bars.Bar(what="answers", question="find", fact="answers right", at_least=1.0)
     cases = [Case(question="find", name=str(share), facts={"answers right": share}) for share in (1.0, 0.9)]
-    (standing,) = bars.standings([bar], cases)
-    assert (standing.figure, standing.verdict) == (0.9, "missed")
+    (result,) = bars.bar_results([bar], cases)
+    assert (result.figure, result.verdict) == (0.9, "missed")
 
 
 @pytest.mark.parametrize(("ours", "code"), [(0.024, 0), (0.026, 1)], ids=["within the bar", "beyond the bar"])
