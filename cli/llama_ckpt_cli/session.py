@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from llama_ckpt.retention.policy import SETTINGS, Step
 from llama_ckpt_cli.output import Output
 
 if TYPE_CHECKING:
@@ -34,29 +35,12 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help="Print the bare value only.")], False),
 }
 
-_HELP = {
-    "min_match_tokens": "Tokens that must be the same from the first on for a match by prefix (default 16).",
-    "max_age": "Mark what was saved longer ago, e.g. 30d.",
-    "max_idle": "Mark what was not used for longer, e.g. 7d.",
-    "max_bytes": "Bytes that all checkpoints may take, e.g. 50GB.",
-    "max_count": "Number of checkpoints.",
-    "max_bytes_per_model": "Bytes for each model.",
-    "max_count_per_model": "Number for each model.",
-    "max_bytes_per_label": "Bytes for each label.",
-    "max_count_per_label": "Number for each label.",
-    "keep_last_per_model": "Keep the newest N of each model in any case.",
-    "keep_last_per_label": "Keep the newest N of each label in any case.",
-    "min_free": "Room that stays free on the file system, e.g. 20GB or 10%.",
-    "high_water": "Share of a limit from which on it is enforced.",
-    "low_water": "Share of a limit down to which it is enforced.",
-    "order": "What goes first over a limit: value, lru, lfu or oldest.",
-    "half_life": "Time after which a hit counts half (order value).",
-    "stale_grace": "Leave rows alone that went STALE less long ago.",
-    "ghost_grace": "Leave files without a row alone that are younger.",
+_HELP = {declared.name: declared.help for declared in SETTINGS} | {
+    "min_match_tokens": "Shortest shared prefix that counts as a match, in tokens (default 16)."
 }
-GRACES = ("stale_grace", "ghost_grace")
+GRACES = tuple(declared.name for declared in SETTINGS if declared.step is Step.GC)
+LIMITS = tuple(declared.name for declared in SETTINGS if declared.step is Step.PRUNE)
 MATCHING = ("min_match_tokens",)
-LIMITS = tuple(name for name in _HELP if name not in GRACES + MATCHING)
 
 
 class Session:
@@ -101,7 +85,7 @@ class Session:
 
     def policy(self) -> Policy:
         """The retention policy that flags and settings describe."""
-        from llama_ckpt.retention.settings import policy_of
+        from llama_ckpt.config import policy_of
 
         return policy_of({name: setting.value for name, setting in self.settings.items()})
 

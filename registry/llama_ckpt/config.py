@@ -1,61 +1,50 @@
-"""Settings, each with the place it came from: flag > environment > file > default. No global; whoever needs one gets it."""
+"""Settings: which there are, where the value of each comes from (flag > environment > file > default), and how its text is read.
+
+No setting is kept in a global: a function that needs one takes it as an argument.
+"""
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llama_ckpt.errors import BadInput
+from llama_ckpt.retention.policy import SETTINGS, Kind, Order, Policy, PolicySetting
 
 ENVIRONMENT_PREFIX = "LLAMA_CKPT_"
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(ib|b)?")
 _COUNT = re.compile(r"[0-9]{1,12}")
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw]?)")
-DEFAULTS: Mapping[str, str] = {
+_PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)\s*%")
+_OTHER_DEFAULTS = {
     "database_url": "",
     "store": "",
     "drop_page_cache": "false",
     "min_match_tokens": "16",
     "delta_depth": "8",
-    "stale_grace": "24h",
-    "ghost_grace": "1h",
-    "max_age": "",
-    "max_idle": "",
-    "max_bytes": "",
-    "max_count": "",
-    "max_bytes_per_model": "",
-    "max_count_per_model": "",
-    "max_bytes_per_label": "",
-    "max_count_per_label": "",
-    "keep_last_per_model": "",
-    "keep_last_per_label": "",
-    "min_free": "",
-    "high_water": "100%",
-    "low_water": "100%",
-    "order": "value",
-    "half_life": "6h",
 }
-# What the section [policy] of the settings file may hold; the same names work without a section.
-_OF_POLICY = tuple(DEFAULTS)[tuple(DEFAULTS).index("stale_grace") :]
+_POLICY_DEFAULTS = {declared.name: declared.default for declared in SETTINGS}
+DEFAULTS: Mapping[str, str] = _OTHER_DEFAULTS | _POLICY_DEFAULTS
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value and its origin: "flag", "environment NAME", "file PATH" or "default"."""
+    """The text of one setting and its origin: "flag", "environment NAME", "file PATH" or "default"."""
 
     value: str
     origin: str
 
 
 def config_file(environment: Mapping[str, str]) -> Path:
-    """The settings file: what LLAMA_CKPT_CONFIG names, or config.toml in the user's configuration folder.
+    """The path of the settings file: what LLAMA_CKPT_CONFIG names, or config.toml in the user's configuration folder.
 
     Raises:
-        BadInput: the environment names a file that is not there.
+        BadInput: LLAMA_CKPT_CONFIG names a file that does not exist.
     """
     import platformdirs
 
@@ -63,15 +52,18 @@ def config_file(environment: Mapping[str, str]) -> Path:
     if named is None:
         return platformdirs.user_config_path("llama-ckpt") / "config.toml"
     if not Path(named).is_file():
-        raise BadInput(what="LLAMA_CKPT_CONFIG", value=named, reason="there is no such file")
+        raise BadInput(what="LLAMA_CKPT_CONFIG", value=named, reason="this file does not exist")
     return Path(named)
 
 
 def settings(flags: Mapping[str, str | None], environment: Mapping[str, str], file: Path | None) -> dict[str, Setting]:
-    """Every setting with its origin. `file` is a TOML file; one that is not there counts as empty.
+    """Every setting with its origin. `file` is a TOML file; if it does not exist, it counts as empty.
+
+    The section [policy] of the file takes the settings of the policy; they work outside of a section, too. The environment
+    variable of a setting is its name in capitals after LLAMA_CKPT_.
 
     Raises:
-        BadInput: the file is no TOML, or has a key that is no setting or a value that is not text, number or flag.
+        BadInput: the file is not TOML, or has an unknown key, or a value that is not a text, a number or true/false.
     """
     from_file = _read(file)
     merged = {}
@@ -101,10 +93,10 @@ def _read(file: Path | None) -> dict[str, str]:
     if not isinstance(section, dict):
         raise BadInput(what=f"setting policy in {file}", value=section, reason="it is a section: [policy]")
     for name in section:
-        if name not in _OF_POLICY:
-            raise BadInput(what=f"policy in {file}", value=name, reason=f"known are {', '.join(_OF_POLICY)}")
+        if name not in _POLICY_DEFAULTS:
+            raise BadInput(what=f"policy in {file}", value=name, reason=f"known are {', '.join(_POLICY_DEFAULTS)}")
         if name in loaded:
-            raise BadInput(what=f"setting in {file}", value=name, reason="it stands in [policy] and outside of it")
+            raise BadInput(what=f"setting in {file}", value=name, reason="it is in [policy] and outside of it")
     loaded |= section
     for name, value in loaded.items():
         if name not in DEFAULTS:
@@ -119,8 +111,9 @@ def _read(file: Path | None) -> dict[str, str]:
 
 
 def database_password(environment: Mapping[str, str]) -> str | None:
-    """The database's password where the URL has none: LLAMA_CKPT_DATABASE_PASSWORD, or the first line of the file that
-    LLAMA_CKPT_DATABASE_PASSWORD_FILE names. It is no setting: it is never shown, and never read from the settings file.
+    """The database's password if the URL has none: LLAMA_CKPT_DATABASE_PASSWORD, or the first line of the file that
+    LLAMA_CKPT_DATABASE_PASSWORD_FILE names; None if neither is set. It is not a setting: it is never shown, and never read
+    from the settings file.
 
     Raises:
         BadInput: the file cannot be read.
@@ -135,11 +128,32 @@ def database_password(environment: Mapping[str, str]) -> str | None:
         raise BadInput(what="password file", value=named, reason=str(error)) from error
 
 
-def seconds(text: str, what: str) -> float:
-    """A duration such as `90`, `90s`, `15m`, `24h`, `7d`, `2w`, in seconds.
+def policy_of(values: Mapping[str, str]) -> Policy:
+    """The policy that the texts of settings describe; a setting that is empty or missing keeps its default. Other settings among
+    `values` are ignored.
 
     Raises:
-        BadInput: it is none.
+        BadInput: a text cannot be read (the error names the option), or a value is out of range.
+    """
+    read: dict[str, Any] = {}
+    for declared in SETTINGS:
+        if text := values.get(declared.name, "").strip():
+            form, attribute = _form_of(declared, text)
+            read[attribute] = _READERS[form](text, "--" + declared.name.replace("_", "-"))
+    return Policy(**read)
+
+
+def _form_of(declared: PolicySetting, text: str) -> tuple[Kind, str]:
+    """The form in which a text is written: a share if it ends in %, if the setting takes one."""
+    as_share = [form for form in declared.forms if form[0] is Kind.SHARE]
+    return as_share[0] if as_share and text.endswith("%") else declared.forms[0]
+
+
+def seconds(text: str, what: str) -> float:
+    """Reads a duration such as `90`, `90s`, `15m`, `24h`, `7d` or `2w`, in seconds. `what` names it in the error.
+
+    Raises:
+        BadInput: the text is not a duration.
     """
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None:
@@ -148,10 +162,11 @@ def seconds(text: str, what: str) -> float:
 
 
 def size_bytes(text: str, what: str) -> int:
-    """A size such as `500MB`, `10GiB` or `4096`, in bytes: kB, MB, GB, TB by 1,000; KiB, MiB, GiB, TiB (or K, M, G, T) by 1,024.
+    """Reads a size such as `500MB`, `10GiB` or `4096`, in bytes. kB, MB, GB, TB are powers of 1,000; KiB, MiB, GiB, TiB (or K, M,
+    G, T) are powers of 1,024. `what` names it in the error.
 
     Raises:
-        BadInput: it is none.
+        BadInput: the text is not a size.
     """
     match = _SIZE.fullmatch(text.strip().lower())
     if match is None:
@@ -161,23 +176,50 @@ def size_bytes(text: str, what: str) -> int:
 
 
 def count(text: str, what: str) -> int:
-    """A whole number from 0 on.
+    """Reads a whole number, 0 or more. `what` names it in the error.
 
     Raises:
-        BadInput: it is none.
+        BadInput: the text is not such a number.
     """
     if not _COUNT.fullmatch(text.strip()):
-        raise BadInput(what=what, value=text, reason="expected a whole number from 0 on")
+        raise BadInput(what=what, value=text, reason="expected a whole number, 0 or more")
     return int(text)
 
 
 def flag(text: str, what: str) -> bool:
-    """A yes or no.
+    """Reads true or false: 1, true, yes, on; 0, false, no, off. `what` names it in the error.
 
     Raises:
-        BadInput: it is neither.
+        BadInput: the text is none of these.
     """
     word = text.strip().lower()
     if word not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
         raise BadInput(what=what, value=text, reason="expected true or false")
     return word in ("1", "true", "yes", "on")
+
+
+def share(text: str, what: str) -> float:
+    """Reads a share such as `90%`, as a number from 0 to 1. `what` names it in the error.
+
+    Raises:
+        BadInput: the text is not a share of at most 100 %.
+    """
+    match = _PERCENT.fullmatch(text.strip())
+    if match is None or float(match[1]) > 100:
+        raise BadInput(what=what, value=text, reason="expected a share such as 90%")
+    return float(match[1]) / 100
+
+
+def _order(text: str, what: str) -> Order:
+    if text.lower() not in list(Order):
+        raise BadInput(what=what, value=text, reason=f"expected one of {', '.join(Order)}")
+    return Order(text.lower())
+
+
+_READERS: Mapping[Kind, Callable[[str, str], Any]] = {
+    Kind.DURATION: seconds,
+    Kind.SIZE: size_bytes,
+    Kind.COUNT: count,
+    Kind.SHARE: share,
+    Kind.ORDER: _order,
+}

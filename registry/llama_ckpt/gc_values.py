@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from llama_ckpt.humanize import bytes_, plural, printable
 from llama_ckpt.values import Checkpoint, StaleReason
 
 
@@ -126,6 +127,11 @@ class GcPlan:
         """Bytes on disk that running the plan frees."""
         return sum(item.size_bytes for item in self.items)
 
+    def __str__(self) -> str:
+        found = f"{plural(len(self.items), 'item')}, {bytes_(self.size_bytes)} to free"
+        seen = f"{plural(self.n_files, 'file')} and {plural(self.n_rows, 'row')} compared"
+        return f"{found}; {seen}" + (f", {len(self.waiting):,} for a later run" if self.waiting else "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcReport:
@@ -139,6 +145,10 @@ class GcReport:
     n_failed: int
     n_left: int = 0
 
+    def __str__(self) -> str:
+        done = f"run {self.run_no}: {plural(len(self.done), 'item')}, {bytes_(self.freed_bytes)} freed"
+        return f"{done}, {self.n_failed:,} failed, {self.n_left:,} left for the next run"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectionSummary:
@@ -148,6 +158,10 @@ class CollectionSummary:
     n_items: int
     n_failed: int
     freed_bytes: int
+
+    def __str__(self) -> str:
+        marked = f"{plural(self.n_marked, 'checkpoint')} marked STALE"
+        return f"{marked}; {plural(self.n_items, 'item')}, {bytes_(self.freed_bytes)} freed, {self.n_failed:,} failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +174,9 @@ class Verdict:
     size_bytes: int
     rule: str
     stale_reason: StaleReason
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.row.id[:12]} of {printable(self.model_name)} ({bytes_(self.size_bytes)}): {self.rule}"
 
 
 class RuleEffect(StrEnum):

@@ -19,7 +19,7 @@ from llama_ckpt.checkpoints import restore as restoring
 from llama_ckpt.checkpoints import save as saving
 from llama_ckpt.checkpoints.register import SaveOptions
 from llama_ckpt.checkpoints.restore import RestoreOptions
-from llama_ckpt.config import Setting
+from llama_ckpt.config import Setting, policy_of
 from llama_ckpt.context import DEFAULT_DELTA_DEPTH, DEFAULT_MIN_TOKENS, RegistryContext
 from llama_ckpt.db import migrate, prefixes, rows
 from llama_ckpt.db.connect import Database, sqlite_url
@@ -28,7 +28,6 @@ from llama_ckpt.errors import BadInput
 from llama_ckpt.fingerprint import Input
 from llama_ckpt.metrics import MetricsSink, NullSink
 from llama_ckpt.retention.policy import Policy
-from llama_ckpt.retention.settings import policy_of
 from llama_ckpt.store.store import StepHook, Store, no_hook
 from llama_ckpt.values import (
     Checkpoint,

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import sqlite3
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from support import samples
@@ -11,6 +16,7 @@ from llama_ckpt.config import DEFAULTS
 from llama_ckpt.db import migrate
 from llama_ckpt.errors import BadInput, NotFound, SchemaTooNew, VerifyFailed
 from llama_ckpt.registry import DATABASE_FILE, Registry
+from llama_ckpt.retention.policy import SETTINGS, Step
 from llama_ckpt.values import Outcome
 
 # -- stats --------------------------------------------------------------------------------------------------------------
@@ -125,7 +131,7 @@ def test_another_settings_file_is_named_by_the_environment(run, tmp_path, monkey
     assert run("config", "--json").json()["store"] == {"value": "/from/mine", "origin": f"file {path}"}
 
 
-def test_a_settings_file_that_was_named_and_is_not_there_is_told(run, tmp_path, monkeypatch):
+def test_a_settings_file_that_was_named_and_does_not_exist_is_an_error(run, tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMA_CKPT_CONFIG", str(tmp_path / "nothing.toml"))
     run("config").refused(BadInput, "nothing.toml")
 
@@ -135,12 +141,12 @@ def test_a_settings_file_that_was_named_and_is_not_there_is_told(run, tmp_path, 
     [("nonsense = 1", "nonsense"), ("not toml", "config.toml"), ("store = []", "store"), ("max_age = {}", "max_age")],
 )
 @pytest.mark.parametrize("words", [["config"], ["ls"], ["stats"]], ids=" ".join)
-def test_a_settings_file_that_cannot_be_used_is_told(run, settings_file, text, word, words):
+def test_a_settings_file_that_cannot_be_used_is_an_error(run, settings_file, text, word, words):
     settings_file(text)
     run(*words).refused(BadInput, word, "config.toml")
 
 
-def test_a_setting_that_is_no_yes_or_no_is_told(run, populated, monkeypatch):
+def test_a_setting_that_is_neither_true_nor_false_is_an_error(run, populated, monkeypatch):
     monkeypatch.setenv("LLAMA_CKPT_DROP_PAGE_CACHE", "perhaps")
     run("ls").refused(BadInput, "drop_page_cache", "perhaps")
 
@@ -149,6 +155,50 @@ def test_the_settings_are_what_the_commands_use(run, populated, monkeypatch, set
     monkeypatch.delenv("LLAMA_CKPT_STORE")
     settings_file(f"store = {str(populated.root)!r}\n")
     assert len(run("ls", "-q").succeeded().lines) == 4
+
+
+@pytest.mark.parametrize("declared", SETTINGS, ids=lambda declared: declared.name)
+def test_a_setting_of_the_policy_is_an_option_with_its_help_and_a_row_of_the_documentation(run, declared):
+    commands = [["gc"]] if declared.step is Step.GC else [["prune"], ["explain"]]
+    for words in [*commands, ["schedule", "run"], ["schedule", "install"]]:
+        shown = " ".join(run(*words, "--help").succeeded().out.split())
+        assert f"--{declared.name.replace('_', '-')} <str> {declared.help}" in shown
+    docs = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    table = docs.partition("\n## Settings\n")[2].partition("\n## ")[0]
+    assert re.search(rf"^\|[^|]*`{declared.name}`[^|]*\|[^|]*LLAMA_CKPT_", table, re.MULTILINE)
+
+
+def test_a_field_that_is_added_to_the_policy_is_a_setting_everywhere():
+    program = """
+import contextlib, dataclasses, io, os
+from llama_ckpt.retention import policy as module
+
+declared = module.setting("max_spam", module.Kind.COUNT, "Limit the number of spams.")
+spam = dataclasses.field(default=None, metadata=declared)
+module.Policy = dataclasses.make_dataclass(
+    "Policy", [("max_spam", int | None, spam)], bases=(module.Policy,), frozen=True, kw_only=True
+)
+module.SETTINGS = module.settings_of(module.Policy)
+
+from llama_ckpt.config import DEFAULTS, policy_of, settings
+from llama_ckpt_cli.app import main
+
+assert DEFAULTS["max_spam"] == ""
+found = settings({}, {"LLAMA_CKPT_MAX_SPAM": "3"}, None)
+assert found["max_spam"].origin == "environment LLAMA_CKPT_MAX_SPAM"
+assert policy_of({name: setting.value for name, setting in found.items()}).max_spam == 3
+for words in (["prune"], ["explain"], ["schedule", "run"], ["schedule", "install"], ["doctor"], ["config"]):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = main([*words, "--help"] if len(words) > 1 or words[0] in ("prune", "explain") else words)
+    shown = " ".join(out.getvalue().split())
+    text = {"doctor": "limits: max_spam", "config": "max_spam 3 environment LLAMA_CKPT_MAX_SPAM"}.get(
+        words[0], "--max-spam <str> Limit the number of spams."
+    )
+    assert text in shown, (words, shown)
+"""
+    environment = {"LLAMA_CKPT_MAX_SPAM": "3"}
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | environment)
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 # -- db -----------------------------------------------------------------------------------------------------------------

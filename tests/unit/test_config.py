@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from pathlib import Path
+
 import pytest
 
-from llama_ckpt.config import DEFAULTS, Setting, database_password, flag, seconds, settings
+from llama_ckpt.config import DEFAULTS, Setting, database_password, flag, policy_of, seconds, settings
 from llama_ckpt.errors import BadInput
+from llama_ckpt.retention.policy import SETTINGS, Kind, Order, Policy
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -161,6 +168,102 @@ def test_what_is_neither_yes_nor_no_is_refused(text):
 def test_the_defaults_are_values_their_own_readers_take(name):
     assert seconds(DEFAULTS[name], name) > 0
     assert flag(DEFAULTS["drop_page_cache"], "drop_page_cache") is False
+
+
+# -- the policy: each setting is declared once, at its field ---------------------------------------------------------------
+
+# A text of each kind, and its value.
+TEXTS = {
+    Kind.DURATION: ("36h", 129_600.0),
+    Kind.SIZE: ("2KiB", 2048),
+    Kind.COUNT: ("7", 7),
+    Kind.SHARE: ("50%", 0.5),
+    Kind.ORDER: ("LRU", Order.LRU),
+}
+FORMS = [(declared.name, kind, field) for declared in SETTINGS for kind, field in declared.forms]
+
+
+def test_every_field_of_the_policy_is_a_setting():
+    assert sorted(field for _, _, field in FORMS) == sorted(field.name for field in dataclasses.fields(Policy))
+    assert [declared.name for declared in SETTINGS] == list(DEFAULTS)[-len(SETTINGS) :]
+    assert all(re.fullmatch(r"[A-Z].*[\w%)]\.", declared.help) for declared in SETTINGS)
+
+
+@pytest.mark.parametrize(("name", "kind", "field"), FORMS, ids=[f"{name}-{kind}" for name, kind, _ in FORMS])
+def test_a_setting_of_the_policy_is_read_into_its_field_from_flag_environment_and_section(file, name, kind, field):
+    text, value = TEXTS[kind]
+    given = {"high_water": "100%", "low_water": "50%"} | {name: text}  # low water is never above high water
+    file.write_text("[policy]\n" + "".join(f'{key} = "{words}"\n' for key, words in given.items()))
+    variables = {f"LLAMA_CKPT_{key.upper()}": words for key, words in given.items()}
+    for found in (settings(given, {}, None), settings({}, variables, None), settings({}, {}, file)):
+        assert getattr(policy_of({key: setting.value for key, setting in found.items()}), field) == value
+
+
+def test_the_defaults_of_the_settings_are_those_of_the_policy():
+    assert policy_of(DEFAULTS) == policy_of({}) == Policy()
+    assert (DEFAULTS["stale_grace"], DEFAULTS["high_water"], DEFAULTS["order"]) == ("24h", "100%", "value")
+    assert (DEFAULTS["max_idle"], DEFAULTS["keep_last_per_label"]) == ("", "")
+
+
+def test_help_ends_with_the_default_if_there_is_one():
+    for declared in SETTINGS:
+        assert declared.help.endswith(f"(default {declared.default}).") is bool(declared.default)
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("10%", Policy(min_free_share=0.1)),
+        (" 2.5 % ", Policy(min_free_share=0.025)),
+        ("20GB", Policy(min_free=20 * 10**9)),
+    ],
+)
+def test_free_space_is_given_in_bytes_or_in_percent(text, policy):
+    assert policy_of({"min_free": text}) == policy
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("max_idle", "soon", "--max-idle"),
+        ("max_bytes", "10%", "--max-bytes"),
+        ("max_count", "1.5", "--max-count"),
+        ("high_water", "0.9", "expected a share such as 90%"),
+        ("low_water", "101%", "--low-water"),
+        ("order", "newest", "--order: .*expected one of value, lru, lfu, oldest"),
+        ("min_free", "100%", "give less than 100 %"),
+        ("half_life", "0s", "half_life"),
+    ],
+)
+def test_a_policy_that_cannot_be_read_is_refused_by_the_name_of_its_option(name, text, words):
+    with pytest.raises(BadInput, match=words):
+        policy_of({name: text})
+
+
+def test_a_section_policy_takes_only_settings_of_the_policy(file):
+    file.write_text('[policy]\nstore = "/x"\n')
+    with pytest.raises(BadInput, match=r"policy in .*store.*known are stale_grace, ghost_grace, max_age, .*half_life"):
+        settings({}, {}, file)
+
+
+def test_the_limits_that_are_set_are_named_once_each():
+    policy = Policy(max_idle_s=1.0, max_bytes=5000, max_count_per_label=0, min_free=20, min_free_share=0.1)
+    assert policy.limit_names() == ["max_idle", "max_bytes", "max_count_per_label", "min_free"]
+    assert policy.limits_of_saves() == ["max_bytes (5000)", "min_free (20)", "min_free (10%)"]
+    assert (Policy().limit_names(), Policy().limits_of_saves()) == ([], [])
+
+
+def test_no_module_but_those_of_the_policy_lists_its_limits():
+    limits = [declared.name for declared in SETTINGS if declared.is_limit]
+    assert "max_bytes_per_label" in limits
+    homes = {ROOT / "registry" / "llama_ckpt" / "retention" / f"{name}.py" for name in ("policy", "rules", "explain")}
+    lists = {}
+    for path in [*(ROOT / "registry").rglob("*.py"), *(ROOT / "cli").rglob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        named = {name for name in limits if re.search(rf"\b{name}(_s)?\b", text)}
+        if path not in homes and (len(named) > 2 or any("_per_" in name for name in named)):
+            lists[path.name] = named
+    assert lists == {}
 
 
 # -- the password ---------------------------------------------------------------------------------------------------------

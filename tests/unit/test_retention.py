@@ -8,8 +8,10 @@ import pytest
 
 from llama_ckpt.errors import BadInput, NotFound
 from llama_ckpt.gc_values import Candidate, Disk, RuleEffect
+from llama_ckpt.retention.columns import Columns
 from llama_ckpt.retention.explain import explain
-from llama_ckpt.retention.policy import Order, Policy, judge, places_before
+from llama_ckpt.retention.policy import Order, Policy
+from llama_ckpt.retention.rules import judge, places_before
 from llama_ckpt.values import StaleReason
 
 NOW = 1_700_000_000_000_000
@@ -49,7 +51,7 @@ def condemned(rows, now_us=NOW, disk=None, **policy):
 
 
 def outcome(candidate: Candidate, **policy: float):
-    """What becomes of a row that has a newer one beside it, as (keep, rule, reason); the rule that keeps is told by explain."""
+    """What becomes of a row that has a newer one beside it, as (keep, rule, reason); explain gives the rule that keeps."""
     rows = [candidate, row(age_s=-1e6)]
     given = Policy(**policy)
     for verdict in judge(rows, given, NOW):
@@ -154,7 +156,7 @@ def test_the_newest_always_stays_unless_its_own_time_is_over():
     assert condemned([old, new._replace(expires_us=1)], max_age_s=1000) == [new.ckpt_no]
 
 
-def test_the_last_n_of_each_label_or_model_stay_whatever_their_age():
+def test_the_last_n_of_each_label_or_model_stay_at_any_age():
     rows = [row(age_s=1000 - i, label=label) for i, label in enumerate("aabbba")]
     rows += [row(age_s=900, label=None), row(age_s=0, label="z")]
     kept = {r.ckpt_no for r in rows} - set(condemned(rows, max_age_s=1, keep_last_per_label=1))
@@ -178,7 +180,7 @@ def test_parents_of_living_deltas_stay_and_leaves_go_first():
 
 
 def nested(n, **values):
-    """Checkpoints that each go on from the one before, oldest first, and a newest one that has nothing to do with them."""
+    """Checkpoints that each extend the one before, oldest first, and an unrelated newest one."""
     rows = [row(age_s=500, n_tokens=100, **values)]
     while len(rows) < n:
         rows.append(row(age_s=500 - len(rows), n_tokens=100 + len(rows), extends_no=rows[-1].ckpt_no, **values))
@@ -194,17 +196,17 @@ def test_of_nested_prefixes_the_shortest_go_first_since_the_longest_serves_all(o
     assert condemned(rows, max_count=8, order=order) == [chain[0].ckpt_no]
 
 
-def test_a_prefix_from_which_several_go_on_is_a_shared_root_and_does_not_go_first():
+def test_a_prefix_that_several_extend_is_a_shared_root_and_does_not_go_first():
     root, one, newest = nested(2, hit_count=50)
     other = row(age_s=300, n_tokens=120, extends_no=root.ckpt_no, hit_count=50)
     useless = row(age_s=50)
     rows = [root, one, newest, other, useless]
     assert condemned(rows, max_count=4) == [useless.ckpt_no]
-    # One of them is gone: what is left serves all that the root serves.
+    # One of them is gone: the other serves every input that the root serves.
     assert condemned([root, one, newest, useless], max_count=3) == [root.ckpt_no]
 
 
-def test_what_an_expiring_or_condemned_checkpoint_goes_on_from_is_not_superseded():
+def test_a_checkpoint_is_not_superseded_by_one_that_expires_or_is_condemned():
     root, longer, newest = nested(2, hit_count=50)
     useless = row(age_s=50)
     assert condemned([root, longer._replace(expires_us=NOW + 1), newest, useless], max_count=3) == [useless.ckpt_no]
@@ -212,7 +214,7 @@ def test_what_an_expiring_or_condemned_checkpoint_goes_on_from_is_not_superseded
     assert condemned([root, idle, newest, useless], max_idle_s=600, max_count=2) == [idle.ckpt_no, useless.ckpt_no]
 
 
-def test_a_superseded_prefix_stays_that_a_living_delta_needs_or_something_else_shields():
+def test_a_superseded_prefix_stays_if_a_living_delta_needs_it_or_it_is_pinned():
     root, delta, newest = nested(2, hit_count=50)
     delta = delta._replace(parent_no=root.ckpt_no)
     useless = row(age_s=50)
@@ -222,34 +224,34 @@ def test_a_superseded_prefix_stays_that_a_living_delta_needs_or_something_else_s
     assert condemned([pinned, longer, newest, useless], max_count=3, order=Order.OLDEST) == [longer.ckpt_no]
 
 
-def test_a_chain_of_deltas_that_a_full_checkpoint_goes_on_from_goes_as_one_leaves_first():
-    root, delta, whole, newest = nested(3, hit_count=50)
+def test_a_chain_of_deltas_that_a_full_checkpoint_extends_goes_leaves_first():
+    root, delta, full, newest = nested(3, hit_count=50)
     delta = delta._replace(parent_no=root.ckpt_no)
     useless = row(age_s=50)
-    rows = [root, delta, whole, newest, useless]
+    rows = [root, delta, full, newest, useless]
     assert condemned(rows, max_count=4) == [delta.ckpt_no]
     assert condemned(rows, max_count=3) == [root.ckpt_no, delta.ckpt_no]
-    # One more stands on the root: it is shared, and only the leaf is superseded.
+    # One more delta has the root as its parent: the root is shared, and only the leaf is superseded.
     rows.append(row(age_s=40, parent_no=root.ckpt_no, extends_no=root.ckpt_no, hit_count=50))
     assert condemned(rows, max_count=4) == [delta.ckpt_no, useless.ckpt_no]
 
 
 @pytest.mark.parametrize("order", [Order.VALUE, Order.LRU, Order.LFU])
-def test_what_a_prefix_was_worth_passes_to_the_longer_checkpoint_that_takes_over(order):
+def test_the_value_of_a_prefix_passes_to_the_longer_checkpoint_that_supersedes_it(order):
     hot = row(age_s=500, idle_s=1, hit_count=20)
     longer = row(age_s=400, idle_s=400, n_tokens=200, extends_no=hot.ckpt_no)
     cool, newest = row(age_s=300, idle_s=200, hit_count=2), row(age_s=0)
     assert condemned([hot, longer, cool, newest], max_count=2, order=order) == [hot.ckpt_no, cool.ckpt_no]
 
 
-def test_a_longer_checkpoint_under_another_limit_takes_nothing_over():
+def test_a_longer_checkpoint_with_another_label_supersedes_nothing():
     mine = row(age_s=500, label="mine", hit_count=20)
     theirs = row(age_s=400, label="theirs", n_tokens=200, extends_no=mine.ckpt_no)
     rows = [mine, theirs, row(age_s=300, label="mine"), row(age_s=0, label="theirs")]
     assert condemned(rows, max_count_per_label=1) == [theirs.ckpt_no, rows[2].ckpt_no]
 
 
-def test_explain_and_the_rule_say_that_a_longer_checkpoint_takes_over():
+def test_explain_and_the_rule_say_that_a_longer_checkpoint_supersedes_it():
     root, longer, newest = nested(2)
     rule = "over max_count of 2: a longer checkpoint begins with all of it"
     policy = Policy(max_count=2)
@@ -264,6 +266,15 @@ def test_a_delta_whose_parent_is_not_active_is_judged_for_itself():
     assert condemned([lonely, newest], max_age_s=100) == [lonely.ckpt_no]
 
 
+def test_relations_are_of_rows_that_are_both_there_and_the_children_of_a_row_come_before_it():
+    root = row()
+    delta = row(parent_no=root.ckpt_no, extends_no=root.ckpt_no)
+    leaf = row(parent_no=delta.ckpt_no, extends_no=999_999_999)
+    table = Columns.from_rows([root, delta, leaf, row(parent_no=999_999_999)])
+    assert table.parents.pairs_children_first() == [(2, 1), (1, 0)]
+    assert (table.extensions.children.tolist(), table.extensions.parents.tolist()) == ([1], [0])
+
+
 # -- limits --------------------------------------------------------------------------------------------------------------------
 
 
@@ -276,7 +287,7 @@ def test_over_a_limit_the_least_recently_used_go_until_the_rest_fits(limit, goes
     assert condemned(rows, order=Order.LRU, **limit) == [r.ckpt_no for r in rows[:goes]]
 
 
-def test_each_group_has_its_own_limit_and_what_has_no_label_has_none():
+def test_each_group_has_its_own_limit_and_rows_without_a_label_have_none():
     rows = [row(age_s=100 - i, label=label) for i, label in enumerate("aab-b")]
     rows = [r._replace(label=None) if r.label == "-" else r for r in rows]
     assert condemned(rows, order=Order.OLDEST, max_count_per_label=1) == [rows[0].ckpt_no, rows[2].ckpt_no]
@@ -342,7 +353,7 @@ def first(rows, **policy):
     return gone
 
 
-def test_by_value_goes_what_spares_the_least_evaluation_per_byte():
+def test_in_the_order_value_the_row_that_saves_the_least_evaluation_per_byte_goes_first():
     small = row(prefill_ms=100, file_size=1000)
     large = row(prefill_ms=1000, file_size=100_000)
     used = row(prefill_ms=100, file_size=1000, hit_count=3)
@@ -357,7 +368,7 @@ def test_a_hit_counts_half_after_the_half_life():
     assert first([long_ago, lately], half_life_s=1e9) == lately.ckpt_no
 
 
-def test_what_was_never_measured_is_taken_for_what_its_model_takes_a_token():
+def test_a_row_without_a_measured_prefill_has_its_models_mean_time_per_token():
     measured = row(prefill_ms=1000, n_tokens=100)
     guessed = row(prefill_ms=None, n_tokens=1000)  # ten times as long
     other = row(prefill_ms=3000, n_tokens=100)
@@ -392,18 +403,18 @@ def test_a_newcomer_that_is_worth_less_than_all_others_has_nobody_before_it():
 # -- explain -------------------------------------------------------------------------------------------------------------------
 
 
-def test_explain_tells_what_every_rule_says_and_what_comes_of_it():
+def test_explain_gives_the_effect_of_every_rule_and_the_decision():
     rows = [row(age_s=100 - i, label="night") for i in range(3)]
     policy = Policy(max_age_s=99.5, max_count_per_label=2, order=Order.OLDEST, max_bytes=10**6)
     disk = Disk(free=1, total=1)
-    told = {o.rule: (o.word, o.why) for o in explain(rows, rows[0], policy, NOW, disk)}
-    assert told["max_age"] == (RuleEffect.CONDEMNS, "saved 100 s ago, the limit is 100 s")
-    assert told["max_bytes"] == (RuleEffect.SILENT, "3000 of 1000000 in use before this prune")
-    assert told["order = oldest"][1] == "place 1 of 3 to go when a limit is passed"
-    assert told["prune"] == (RuleEffect.CONDEMNS, "saved over 100 s ago, max_age is 100 s")
+    opinions = {o.rule: (o.word, o.why) for o in explain(rows, rows[0], policy, NOW, disk)}
+    assert opinions["max_age"] == (RuleEffect.CONDEMNS, "saved 100 s ago, the limit is 100 s")
+    assert opinions["max_bytes"] == (RuleEffect.SILENT, "3000 of 1000000 in use before this prune")
+    assert opinions["order = oldest"][1] == "place 1 of 3 to go when a limit is passed"
+    assert opinions["prune"] == (RuleEffect.CONDEMNS, "saved over 100 s ago, max_age is 100 s")
     newest = {o.rule: (o.word, o.why) for o in explain(rows, rows[2], policy, NOW, disk)}
     assert newest["always stays"] == newest["prune"] == (RuleEffect.KEEPS, "the newest")
-    with pytest.raises(NotFound, match="past all rules"):
+    with pytest.raises(NotFound, match="why it is STALE"):
         explain(rows, row(), policy, NOW, disk)
 
 

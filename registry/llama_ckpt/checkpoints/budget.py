@@ -18,7 +18,7 @@ from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import collecting, coordination, rows
 from llama_ckpt.errors import Conflict, DatabaseUnavailable, StoreFull, StoreUnavailable, UnsafePath
 from llama_ckpt.gc_values import Candidate, Disk, RowVersion
-from llama_ckpt.retention import policy as retention
+from llama_ckpt.retention import rules as retention
 from llama_ckpt.values import NewCheckpoint, StaleReason
 
 log = logging.getLogger("llama_ckpt")
@@ -45,7 +45,7 @@ def admit(context: RegistryContext, new: NewCheckpoint) -> Admission:
         DatabaseUnavailable, StoreUnavailable: the limits cannot be checked; nothing may be written then.
     """
     policy = context.policy
-    if not policy.limits_room or new.file_size == 0:
+    if not policy.limits_of_saves() or new.file_size == 0:
         return Admission()
     size = new.file_size + collecting.BLOCK_BYTES
     if policy.max_bytes is not None and size > policy.max_bytes:
@@ -57,7 +57,7 @@ def admit(context: RegistryContext, new: NewCheckpoint) -> Admission:
             return Admission(claim=claim)
         freed = _make_room(context, new, lacking, passed_over)
         if freed is None:
-            limits = ", ".join(_limits(context))
+            limits = ", ".join(policy.limits_of_saves())
             return Admission(
                 refused=f"it needs {lacking} bytes more than {limits} leaves, and what is there is worth more"
             )
@@ -90,12 +90,6 @@ def admitted(context: RegistryContext, new: NewCheckpoint) -> Iterator[None]:
         yield
     finally:
         release(context, granted)
-
-
-def _limits(context: RegistryContext) -> list[str]:
-    policy = context.policy
-    named = {"max_bytes": policy.max_bytes, "min_free": policy.min_free, "min_free share": policy.min_free_share}
-    return [f"{name} ({value})" for name, value in named.items() if value is not None]
 
 
 def _claim(context: RegistryContext, claim: bytes, size: int) -> int:

@@ -21,7 +21,7 @@ from llama_ckpt.db import collecting, coordination, marks, rows
 from llama_ckpt.errors import Busy, StoreUnavailable, UnsafePath
 from llama_ckpt.gc_values import CollectionSummary, Disk, GcItem, GcKind, GcPlan, GcReport, GcRun, RuleOpinion, Verdict
 from llama_ckpt.retention import explain as explaining
-from llama_ckpt.retention import policy as retention
+from llama_ckpt.retention import rules as retention
 from llama_ckpt.retention.policy import Policy
 from llama_ckpt.store.layout import QUARANTINE
 from llama_ckpt.threads import run_parallel

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
 
+from llama_ckpt.config import policy_of
 from llama_ckpt.db.schedules import ScheduleRow
 from llama_ckpt.doctor import reuse
 from llama_ckpt.doctor.database import DatabaseReport, examine_database
@@ -23,7 +24,6 @@ from llama_ckpt.doctor.store import examine_store, is_folder
 from llama_ckpt.errors import BadInput, LlamaCkptError
 from llama_ckpt.humanize import count, size
 from llama_ckpt.retention.policy import Policy
-from llama_ckpt.retention.settings import policy_of
 from llama_ckpt.store import writers as owners
 from llama_ckpt.store.layout import Entry
 from llama_ckpt.store.marker import MARKER
@@ -165,7 +165,7 @@ def _policy(settings: Mapping[str, str]) -> tuple[Policy, Diagnosis]:
 
 
 def _schedule(policy: Policy, report: DatabaseReport) -> Diagnosis:
-    limits = _limits(policy)
+    limits = policy.limit_names()
     told = f"limits: {', '.join(limits)}" if limits else "no limit is set: what is saved stays until it is removed"
     if report.facts is None:
         return not_checked("policy", report.why) if limits and not report.has_none else _unscheduled(told, limits, ())
@@ -192,12 +192,6 @@ def _lives(row: ScheduleRow) -> bool:
     if row.next_us is not None:
         return row.now_us - row.next_us < _LATE_S * _S
     return row.spec == _BY_TIMER and row.last_us is not None and row.now_us - row.last_us < _TIMER_S * _S
-
-
-def _limits(policy: Policy) -> list[str]:
-    names = ["max_age_s", "max_idle_s", "max_bytes", "max_count", "min_free", "min_free_share"]
-    names += [f"max_{what}_per_{whom}" for what in ("bytes", "count") for whom in ("model", "label")]
-    return [name.removesuffix("_s").removesuffix("_share") for name in names if getattr(policy, name) is not None]
 
 
 def _graces(policy: Policy) -> Diagnosis:
