@@ -168,7 +168,7 @@ def _measure(case: Case, registry: Registry, bare: Path, half: set[str]) -> None
     plans: list[GcPlan] = []
     case.add("bare walk", timed(lambda: bare_walk(registry.store.root)))
     case.add("bare read of rows", timed(lambda: bare_read(registry)))
-    peak = peak_above_idle(lambda: case.add("plan", timed(lambda: plans.append(collector.plan(at_once=True)))))
+    peak = peak_above_idle(lambda: case.add("plan", timed(lambda: plans.append(collector.plan(skip_grace=True)))))
     plan = plans[0]
     # Rows whose file is gone are marked, not deleted. Of the rest one half goes alone, the other beside a process that saves.
     missing = [item for item in plan.items if item.kind is GcKind.MISSING]

@@ -16,6 +16,7 @@ from llama_ckpt.collector.collector import Collector
 from llama_ckpt.engine.llamacpp import LlamaCppEngine
 from llama_ckpt.fingerprint import TokenIds
 from llama_ckpt.registry import Registry
+from llama_ckpt.retention.policy import Policy
 from llama_ckpt.values import SaveOutcome, SaveResult
 
 OURS, FLOOR, NATIVE, CACHE = "llama-ckpt", "floor", "llama.cpp's file", "LlamaDiskCache"
@@ -94,4 +95,4 @@ def _forget(registry: Registry) -> None:
         registry.remove(checkpoint_id)
     if gone:
         collector = Collector(registry.context)
-        collector.run(collector.plan(stale_grace_s=0))
+        collector.run(collector.plan(Policy(stale_grace_s=0)))

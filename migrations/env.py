@@ -1,4 +1,4 @@
-"""Alembic's entry: over a given connection (from the product), or over LLAMA_CKPT_DATABASE_URL (from a checkout)."""
+"""Alembic's entry point. Runs over the connection that llama-ckpt gives, or in a checkout over LLAMA_CKPT_DATABASE_URL."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from llama_ckpt.db.tables import VERSION_TABLE, metadata
 
 
 class ScriptableOracle(OracleImpl):
-    """As alembic's, but a script has no place for what `INSERT … RETURNING … INTO :ret_0` would return."""
+    """Alembic's implementation without `INSERT … RETURNING … INTO :ret_0`: a script cannot bind the returned value."""
 
     __dialect__ = "oracle"
 
     def version_table_impl(self, **options: object) -> Table:
-        """The version table, inserted into without asking for anything back."""
+        """The version table, whose inserts return nothing."""
         table = super().version_table_impl(**options)  # type: ignore[arg-type]
         table.implicit_returning = False
         return table
 
 
 def run(connection: Connection) -> None:
-    """Runs the migrations on `connection`. The caller owns the transaction where it has begun one."""
+    """Runs the migrations on `connection`. If the caller has begun a transaction, the caller ends it."""
     context.configure(
         connection=connection, target_metadata=metadata, version_table=VERSION_TABLE, render_as_batch=True
     )
@@ -33,7 +33,7 @@ def run(connection: Connection) -> None:
 
 
 def write_script(dialect: str) -> None:
-    """Writes the statements to the configuration's buffer instead."""
+    """Writes the statements to the configuration's buffer, and runs none."""
     context.configure(
         dialect_name=dialect, target_metadata=metadata, version_table=VERSION_TABLE, literal_binds=True, as_sql=True
     )
@@ -42,7 +42,7 @@ def write_script(dialect: str) -> None:
 
 
 def main() -> None:
-    """Over a connection, into a script, or over the URL of the environment."""
+    """Writes a script, or runs the migrations over the given connection or over the URL in the environment."""
     given = context.config.attributes
     if context.is_offline_mode():
         write_script(given.get("dialect") or os.environ.get("LLAMA_CKPT_SCRIPT_DIALECT", "postgresql"))

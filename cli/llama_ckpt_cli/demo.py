@@ -308,7 +308,9 @@ class Story:
 
 def _plan_now(collector: Collector) -> GcPlan:
     """Without a grace: the demo's registry has no other user."""
-    return collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True)
+    from llama_ckpt.retention.policy import Policy
+
+    return collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True)
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -53,13 +53,7 @@ def gc(
     kinds = _kinds(only)
 
     def planned(collector: Collector) -> GcPlan:
-        return collector.plan(
-            stale_grace_s=policy.stale_grace_s,
-            ghost_grace_s=policy.ghost_grace_s,
-            at_once=now,
-            only=kinds,
-            force=force,
-        )
+        return collector.plan(policy, skip_grace=now, only=kinds, force=force)
 
     longest = None if max_duration is None else seconds(max_duration, "--max-duration")
     if dry_run:
@@ -76,7 +70,14 @@ def gc(
                 _tell_plan(session, plan)
             confirm(session.out, f"free {size(plan.size_bytes)}?", yes=False)
         report = collector.run(plan, max_duration_s=longest, max_delete=max_delete)
-    session.out.result(report, lambda: _tell_report(session, report), [str(report.freed_bytes)])
+    value = {
+        "run_no": report.run_no,
+        "done": [(done.item, str(done)) for done in report.done],
+        "freed_bytes": report.freed_bytes,
+        "n_failed": report.n_failed,
+        "n_left": report.n_left,
+    }
+    session.out.result(value, lambda: _tell_report(session, report), [str(report.freed_bytes)])
     return _require_all_deleted(session, report)
 
 
@@ -138,8 +139,8 @@ def _tell_plan(session: Session, plan: GcPlan) -> None:
 
 
 def _tell_report(session: Session, report: GcReport) -> None:
-    for item, result in report.done:
-        session.out.line(f"{item.kind:<10} {item.path}  {result}")
+    for done in report.done:
+        session.out.line(f"{done.item.kind:<10} {done.item.path}  {done}")
     words = f"run {report.run_no}: freed {size(report.freed_bytes)}"
     if report.n_failed:
         words += f"; {report.n_failed} could not be deleted, the next run tries again"

@@ -123,9 +123,10 @@ def explain(session: Session, checkpoint_id: Annotated[str, typer.Argument(metav
         opinions = Collector(registry.context).explain(row, session.policy())
 
     def human() -> None:
-        session.out.table(["rule", "", "why"], [[o.rule, o.word.value, o.why] for o in opinions])
+        session.out.table(["rule", "", "why"], [[o.rule, o.effect.value, o.why] for o in opinions])
 
-    session.out.result({"id": row.id, "rules": opinions}, human, [opinions[-1].word.value])
+    rules = [{"rule": o.rule, "word": o.effect, "why": o.why} for o in opinions]
+    session.out.result({"id": row.id, "rules": rules}, human, [opinions[-1].effect.value])
 
 
 def purge(

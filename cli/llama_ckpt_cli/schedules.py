@@ -118,20 +118,23 @@ def _run_once(session: Session, times: str | None, jitter: str | None, name: str
         root = registry.store.root
     if ran.problem is not None and not ran.busy:
         raise ran.problem
-    if ran.sweep is None and not ran.busy:
+    if ran.summary is None and not ran.busy:
         raise LlamaCkptError(detail=ran.result)
-    session.out.result(ran, lambda: _tell_run(session, ran), [])
-    if ran.sweep is not None and ran.sweep.n_failed:  # the timer must notice
-        reason = f"{count(ran.sweep.n_failed, 'file')} could not be deleted; the next run tries again"
+    value = {"result": ran.result, "sweep": ran.summary, "problem": ran.problem, "next_us": ran.next_us}
+    session.out.result(value, lambda: _tell_run(session, ran), [])
+    if ran.summary is not None and ran.summary.n_failed:  # the timer must notice
+        reason = f"{count(ran.summary.n_failed, 'file')} could not be deleted; the next run tries again"
         raise StoreUnavailable(path=root, reason=reason)
 
 
 def _tell_run(session: Session, ran: ScheduledRun) -> None:
-    if ran.sweep is None:
+    if ran.summary is None:
         session.out.line("nothing done: another run is under way")
     else:
-        did = f"{count(ran.sweep.n_marked, 'checkpoint')} marked STALE, {count(ran.sweep.n_items, 'item')} collected"
-        session.out.line(f"{did}, {size(ran.sweep.freed_bytes)} freed")
+        did = (
+            f"{count(ran.summary.n_marked, 'checkpoint')} marked STALE, {count(ran.summary.n_items, 'item')} collected"
+        )
+        session.out.line(f"{did}, {size(ran.summary.freed_bytes)} freed")
 
 
 def _seconds(jitter: str | None) -> float | None:
@@ -278,13 +281,15 @@ def status(session: Session) -> None:
             session.out.table(["host and store", "schedule", "last run", "result", "next run"], rows)
         session.out.line(count(len(found), "schedule"))
 
-    session.out.result(found, human, [f"{s.standing} {s.holder}" for s in found])
+    names = ("holder", "spec", "started_us", "last_us", "last_result", "next_us")
+    value = [{**{name: getattr(s, name) for name in names}, "standing": s.state} for s in found]
+    session.out.result(value, human, [f"{s.state} {s.holder}" for s in found])
 
 
 def _next(found: ScheduleStatus) -> str:
-    from llama_ckpt.collector.schedule import ScheduleState
+    from llama_ckpt.gc_values import ScheduleState
 
-    if found.standing is ScheduleState.WAITING:
+    if found.state is ScheduleState.WAITING:
         return when(found.next_us)
-    due = f" (due {when(found.next_us)})" if found.standing is ScheduleState.OVERDUE else ""
-    return f"{found.standing}{due}"
+    due = f" (due {when(found.next_us)})" if found.state is ScheduleState.OVERDUE else ""
+    return f"{found.state}{due}"

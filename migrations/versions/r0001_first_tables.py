@@ -1,4 +1,4 @@
-"""The first tables: models, checkpoints, runs of the collector, leases, the registry's own facts; and the view for people.
+"""The first tables: models, checkpoints, runs of the collector, leases, facts about the registry; and the view for people.
 
 Revision ID: 0001
 Revises:
@@ -24,7 +24,7 @@ def digest() -> sa.types.TypeEngine[bytes]:
 
 
 def serial() -> sa.types.TypeEngine[int]:
-    """A number that counts up by itself."""
+    """The type of a primary key that the database numbers."""
     return sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
@@ -106,6 +106,10 @@ def _create_checkpoints() -> None:
         sa.PrimaryKeyConstraint("ckpt_no", name="pk_llama_checkpoint_meta"),
         sqlite_autoincrement=True,
     )
+    _index_checkpoints()
+
+
+def _index_checkpoints() -> None:
     op.create_index("uq_llama_ckpt_meta_id", "llama_checkpoint_meta", ["id"], unique=True)
     op.create_index("uq_llama_ckpt_meta_active", "llama_checkpoint_meta", ["active_key"], unique=True)
     op.create_index("uq_llama_ckpt_meta_path", "llama_checkpoint_meta", ["file_path"], unique=True)
@@ -158,7 +162,7 @@ def _create_registry() -> None:
         sa.PrimaryKeyConstraint("name", name="pk_registry_info"),
     )
     op.execute(sa.DDL("INSERT INTO registry_lease (name, fence, expires_us) VALUES ('gc', 0, 0)"))
-    # The registry's id is drawn by the database, so that a DBA's script and this program make the same registry.
+    # The database draws the registry's id, so that a DBA's script and this program create the same registry.
     drawn = {
         "sqlite": "SELECT 'registry_id', lower(hex(randomblob(16)))",
         "postgresql": "SELECT 'registry_id', replace(gen_random_uuid()::text, '-', '')",

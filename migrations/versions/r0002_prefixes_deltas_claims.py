@@ -1,4 +1,4 @@
-"""Room for prefixes, deltas and claims: start_token and parent_no, checkpoint_prefix, save_claim.
+"""Adds prefixes, deltas and claims: start_token and parent_no, checkpoint_prefix, save_claim.
 
 Revision ID: 0002
 Revises: 0001
@@ -26,12 +26,12 @@ def digest(length: int) -> sa.types.TypeEngine[bytes]:
 
 
 def serial() -> sa.types.TypeEngine[int]:
-    """As the primary key that it refers to."""
+    """The type of the primary key that the column refers to."""
     return sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    # SQLite changes a constraint by copying the table, and a view on it would be in the way.
+    # SQLite changes a constraint by copying the table, which a view on it prevents.
     op.execute(sa.DDL("DROP VIEW llama_checkpoint_v"))
     with op.batch_alter_table("llama_checkpoint_meta", table_kwargs={"sqlite_autoincrement": True}) as table:
         table.add_column(sa.Column("start_token", sa.Integer(), server_default=sa.text("0"), nullable=False))
@@ -67,7 +67,7 @@ def downgrade() -> None:
     op.drop_table("save_claim")
     op.drop_table("checkpoint_prefix")
     op.execute(sa.DDL("DROP VIEW llama_checkpoint_v"))
-    # The older program would take a delta's file for a whole one.
+    # The older version would take a delta's file for a complete one.
     op.execute(
         "UPDATE llama_checkpoint_meta SET status = 'STALE', active_key = NULL, stale_reason = 'incompatible',"
         " stale_us = last_used_us WHERE start_token > 0 AND status = 'ACTIVE'"

@@ -1,4 +1,4 @@
-"""What the collector remembers: ghosts that it saw, schedules; and the row that savers under a byte budget queue at.
+"""Adds ghosts that gc saw, schedules, and the row at which saves queue under a byte budget.
 
 Revision ID: 0003
 Revises: 0002

@@ -1,7 +1,7 @@
-"""Indexes by which a registry of a million rows is pruned, collected and kept within its budget without reading all of it.
+"""Adds indexes for prune, gc and the byte budget, so that they need not read all of a million rows.
 
-None begins with the status: without statistics SQLite takes such an index for the best way to a few rows named by their keys, and
-reads half of the table for each batch.
+No index begins with the status. Without statistics SQLite would use such an index to find a few rows by their keys, and so read
+half of the table for each batch.
 
 Revision ID: 0004
 Revises: 0003

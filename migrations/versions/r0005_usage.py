@@ -1,4 +1,4 @@
-"""How often rare events were met, per day.
+"""Adds counts of rare events per day.
 
 Revision ID: 0005
 Revises: 0004

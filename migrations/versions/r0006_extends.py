@@ -1,4 +1,4 @@
-"""Which checkpoint another one goes on from, so that prune knows what is superseded.
+"""Adds the number of the checkpoint that a checkpoint extends, so that prune knows which ones are superseded.
 
 Revision ID: 0006
 Revises: 0005

@@ -1,4 +1,6 @@
-"""Numbers in order over all instances of an Oracle RAC: a delta's is above its parent's. Other databases count in order.
+"""Numbers rows in order over all instances of an Oracle RAC, so that a delta's number is above its parent's.
+
+Other databases number rows in order anyway.
 
 Revision ID: 0007
 Revises: 0006

@@ -1,4 +1,4 @@
-"""The values of prune and gc: what is looked at, planned, done and recorded.
+"""The values of prune and gc: what they read, plan, do and record.
 
 Times are whole microseconds since 1970-01-01 UTC by the database's clock unless a name says otherwise, sizes are bytes.
 """
@@ -14,7 +14,7 @@ from llama_ckpt.values import Checkpoint, StaleReason
 
 
 class RowVersion(NamedTuple):
-    """A row as a plan saw it. Whoever carries the plan out compares: a row that was used since then is left alone."""
+    """A row as a plan saw it. The run compares it with the row of that moment, and leaves a row alone that was used since."""
 
     ckpt_no: int
     id: str
@@ -23,12 +23,12 @@ class RowVersion(NamedTuple):
 
     @classmethod
     def of(cls, row: Checkpoint) -> RowVersion:
-        """What a plan keeps of a row."""
+        """The version of a checkpoint's row."""
         return cls(row.ckpt_no, row.id, row.last_used_us, row.hit_count)
 
 
 class Candidate(NamedTuple):
-    """What a retention policy looks at: of a row only this, since a registry may have a million of them."""
+    """The columns of a row that a retention policy reads. No more of them, since a registry may have a million rows."""
 
     ckpt_no: int
     id: str
@@ -48,7 +48,7 @@ class Candidate(NamedTuple):
 
 
 class FileRow(NamedTuple):
-    """What gc looks at: where a row says that its file is, and whether the row may still be offered. A row of size 0 has none."""
+    """The columns of a row that gc reads: the path of its file, and its status. A row of size 0 has no file."""
 
     ckpt_no: int
     id: str
@@ -65,7 +65,7 @@ class FileRow(NamedTuple):
 
 
 class FindingKind(StrEnum):
-    """What disagrees between rows and files."""
+    """How rows and files disagree."""
 
     MISSING = "missing"
     CORRUPT = "corrupt"
@@ -97,8 +97,9 @@ class GcKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcItem:
-    """One thing gc would do: free a file, delete a row, or mark a row whose file is gone. A file goes only if it still has the
-    time `mtime_ns`; None: there is none. An unreadable file goes to the quarantine first, and from there a grace later.
+    """One thing that gc would do: delete a file, delete a row, or mark a row whose file is gone. A file is deleted only if its
+    modification time is still `mtime_ns` (None: there is no file). An unreadable file is moved to the quarantine first, and
+    deleted from there after a grace period.
     """
 
     kind: GcKind
@@ -112,8 +113,8 @@ class GcItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcPlan:
-    """What a gc run would do, and what it saw and left alone: foreign things (`findings`), and ghosts that wait for a later
-    run (`waiting`): seen for the first time, or in quarantine.
+    """What a gc run would do (`items`), and what it leaves alone: other programs' files (`findings`), and ghosts that a later run
+    may delete (`waiting`), since they were seen for the first time or are in quarantine.
     """
 
     items: tuple[GcItem, ...]
@@ -133,14 +134,41 @@ class GcPlan:
         return f"{found}; {seen}" + (f", {len(self.waiting):,} for a later run" if self.waiting else "")
 
 
+class GcOutcome(StrEnum):
+    """What became of an item of a gc plan."""
+
+    DELETED = "deleted"
+    MARKED = "marked"
+    QUARANTINED = "quarantined"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GcResult:
+    """What gc did with one item. `detail` is the new path of a quarantined file, or why an item was skipped or failed.
+    `freed_bytes` is the size of a deleted file. As text it is one sentence, such as "skipped: it changed since the plan".
+    """
+
+    item: GcItem
+    outcome: GcOutcome
+    detail: str = ""
+    freed_bytes: int = 0
+
+    def __str__(self) -> str:
+        if not self.detail:
+            return self.outcome.value
+        return f"{self.outcome}{' as ' if self.outcome is GcOutcome.QUARANTINED else ': '}{self.detail}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcReport:
-    """What a gc run did: per item "deleted", "marked", "quarantined", "skipped: why" or "failed: why". `n_left` items were left
-    for the next run, since the time or the number of deletions was limited.
+    """What a gc run did, item by item. `n_left` items are left for the next run, since the time or the number of deletions was
+    limited.
     """
 
     run_no: int
-    done: tuple[tuple[GcItem, str], ...]
+    done: tuple[GcResult, ...]
     freed_bytes: int
     n_failed: int
     n_left: int = 0
@@ -152,7 +180,7 @@ class GcReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectionSummary:
-    """What one prune and one gc after it did: rows marked STALE, and gc's report in numbers."""
+    """What one prune and the gc after it did: the number of rows marked STALE, and gc's report in numbers."""
 
     n_marked: int
     n_items: int
@@ -166,7 +194,7 @@ class CollectionSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """That a retention policy condemns a checkpoint, and by which rule."""
+    """The decision of a retention policy to mark a checkpoint STALE, and the rule that made it."""
 
     row: RowVersion
     model_name: str
@@ -180,25 +208,25 @@ class Verdict:
 
 
 class RuleEffect(StrEnum):
-    """What a rule says of a checkpoint."""
+    """The effect of a rule on a checkpoint. `NO_EFFECT`: the rule neither keeps nor condemns it."""
 
     KEEPS = "keeps"
     CONDEMNS = "condemns"
-    SILENT = "is silent"
+    NO_EFFECT = "is silent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleOpinion:
-    """What one rule of a policy says of one checkpoint, and why."""
+    """The effect of one rule of a policy on one checkpoint, and why."""
 
     rule: str
-    word: RuleEffect
+    effect: RuleEffect
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
-    """The file system under the store, in bytes; `pending` is what gc will free of what was marked already."""
+    """The file system under the store, in bytes. `pending` is the size of the STALE files that gc has yet to delete."""
 
     free: int
     total: int
@@ -217,3 +245,12 @@ class GcRun:
     n_items: int
     n_failed: int
     freed_bytes: int
+
+
+class ScheduleState(StrEnum):
+    """The state of a schedule's process, by its row. `ONCE`: a timer of the system starts each run."""
+
+    WAITING = "waiting"
+    OVERDUE = "overdue: the process seems gone"
+    STOPPED = "stopped"
+    ONCE = "by another timer"

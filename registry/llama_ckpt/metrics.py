@@ -1,4 +1,4 @@
-"""Counters of what happened, and where they go."""
+"""Counters of events, and the sinks that take them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Protocol
 
 
 class Event(StrEnum):
-    """What is met in a file now and then. Beside the counters of a process the database keeps how often, over all processes:
-    `Stats.events`.
+    """Rare properties of files that a registry opens. Besides the counters of a process, the database counts them over all
+    processes: `Stats.events`.
     """
 
     PADDING_DETECTED = "padding_detected"
@@ -21,27 +21,27 @@ class Event(StrEnum):
 
 
 class MetricsSink(Protocol):
-    """Takes counts; must be safe to call from several threads."""
+    """Takes counts. It must be safe to call from several threads."""
 
     def count(self, name: str, n: int = 1) -> None:
         """Adds `n` to the counter `name`."""
 
 
 class NullSink:
-    """Takes counts and forgets them."""
+    """Takes counts and keeps none."""
 
     def count(self, name: str, n: int = 1) -> None:
         """Does nothing."""
 
 
 class Counters:
-    """Keeps counts in memory, for tests and for whoever publishes them.
+    """Keeps counts in memory, for tests and for programs that publish them.
 
     The registry counts `saved`, `deduplicated`, `refused`, `hit`, `no_match`, `failed`, `merged`, `adopted`, `marked_stale` and
-    `evicted`;
-    and of the files that a restore or a merge opens, as `Event`: `padding_detected` (zeros before the header, read all the same),
-    `byte_order_met` (written with the bytes turned), `legacy_refused` (LLAM version 1), `other_version_met` (saved under another
-    version of the engine) and `state_translated` (the state was rewritten in the layout that this engine reads).
+    `evicted`. Of the files that a restore or a merge opens it counts these, as `Event`: `padding_detected` (zeros before the
+    header; the file is read), `byte_order_met` (written with the other byte order), `legacy_refused` (LLAM version 1),
+    `other_version_met` (saved by another version of the engine) and `state_translated` (the state was rewritten in the layout
+    that this engine reads).
     """
 
     def __init__(self) -> None:
@@ -54,6 +54,6 @@ class Counters:
             self._counts[name] += n
 
     def __getitem__(self, name: str) -> int:
-        """The counter's value; 0 for one that was never counted."""
+        """The counter's value; 0 if it was never counted."""
         with self._lock:
             return self._counts[name]

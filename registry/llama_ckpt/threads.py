@@ -1,4 +1,4 @@
-"""Many waits at once: work on items in several threads, none of which outlives its reason."""
+"""Runs a function on many items in several threads, which all end before the call does."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ R = TypeVar("R")
 
 
 def run_parallel(work: Callable[[T], R], items: Sequence[T], n_threads: int, done: dict[int, R]) -> None:
-    """Works on the items in up to `n_threads` threads, the caller's among them. What comes of each item stands in `done` under
-    its place as soon as it is known. When one fails, or the caller is interrupted, no other item is begun, those in hand are
-    ended, and the first failure is raised; `done` says what was done. Where no thread can be started, the caller does all.
+    """Calls `work` on each item in up to `n_threads` threads, one of which is the caller's. Puts each result into `done`, by the
+    index of its item, as soon as it is known. If a call raises, or the caller is interrupted, no other item is begun; the calls
+    under way end, and the first exception is raised. `done` then has the results so far. If no thread can be started, the
+    caller's does all the work.
 
-    The threads are daemons: those of a pool would keep the interpreter from its end, and could not be started during it.
+    The threads are daemons. Threads of a pool would keep the interpreter from ending, and could not be started while it ends.
     """
     todo, failures = deque(enumerate(items)), list[BaseException]()
 
@@ -50,6 +51,6 @@ def _start(helpers: list[threading.Thread], work: Callable[[], None], n: int) ->
         helper = threading.Thread(target=work, daemon=True)
         try:
             helper.start()
-        except RuntimeError:  # the system has no more, or the interpreter is about to end
+        except RuntimeError:  # the system has no more threads, or the interpreter is about to end
             return
         helpers.append(helper)

@@ -97,11 +97,11 @@ def test_a_schedule_tells_a_line_a_run_and_ends_cleanly_when_it_is_asked_to(run,
 def asked_to_stop(monkeypatch):
     """SIGTERM comes in the middle of the first run of a schedule in this process."""
 
-    def sweep(*_):
+    def collect(*_):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
         return CollectionSummary(n_marked=0, n_items=0, n_failed=0, freed_bytes=0)
 
-    monkeypatch.setattr(Collector, "sweep", sweep)
+    monkeypatch.setattr(Collector, "collect", collect)
 
 
 def test_a_schedule_gives_its_result_as_json_when_it_ends(run, populated, asked_to_stop):
@@ -197,16 +197,16 @@ def test_a_single_run_that_fails_ends_with_the_errors_code_and_is_seen_in_status
 
 def test_a_single_run_that_leaves_a_file_behind_fails_after_its_result(run, populated, monkeypatch):
     left = CollectionSummary(n_marked=0, n_items=2, n_failed=1, freed_bytes=10)
-    monkeypatch.setattr(Collector, "sweep", lambda _self, _policy, _stopped: left)
+    monkeypatch.setattr(Collector, "collect", lambda _self, _policy, _stopped: left)
     run("schedule", "run", "--once").failed(StoreUnavailable, "1 file could not be deleted", out=None)
     assert "1 could not be deleted" in run("schedule", "status").out
 
 
 def test_a_fault_in_a_single_run_is_a_failure(run, populated, monkeypatch):
-    def sweep(*_):
+    def collect(*_):
         raise ZeroDivisionError("no such luck")
 
-    monkeypatch.setattr(Collector, "sweep", sweep)
+    monkeypatch.setattr(Collector, "collect", collect)
     ran = run("schedule", "run", "--once")
     assert (ran.code, ran.out) == (LlamaCkptError.exit_code, "")
     assert "ZeroDivisionError: no such luck" in ran.err.splitlines()[-1]

@@ -13,6 +13,7 @@ from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db import collecting
 from llama_ckpt.gc_values import GcKind
 from llama_ckpt.integrity.verify import Verifier, all_ok
+from llama_ckpt.retention.policy import Policy
 from llama_ckpt.values import Outcome, SaveOutcome, Status
 
 
@@ -25,7 +26,7 @@ def run_child(registry, verb, **order):
 
 def collect_now(registry):
     collector = Collector(registry.context)
-    return collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True))
+    return collector.run(collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True))
 
 
 def files_in(registry):
@@ -119,7 +120,7 @@ def test_a_gc_killed_at_any_step_is_finished_by_the_next(registry, engine, saved
     assert (len(registry.list()), len(files_in(registry))) == (n_rows, n_files)
     take_over_the_lease(registry)
     report = collect_now(registry)
-    kinds = [item.kind for item, _ in report.done]
+    kinds = [result.item.kind for result in report.done]
     assert kinds == {"walked": [GcKind.STALE], "rows deleted": [GcKind.ORPHAN], "file deleted": []}[step]
     assert (registry.list(), files_in(registry)) == ([], [])
 

@@ -21,6 +21,7 @@ from llama_ckpt.gc_values import RowVersion
 from llama_ckpt.integrity.mend import Mender
 from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
+from llama_ckpt.retention.policy import Policy
 from llama_ckpt.store.store import Store, path_of
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
 
@@ -108,8 +109,8 @@ def test_a_file_that_gets_its_row_back_after_gc_deleted_the_old_one_stays(regist
             Mender(registry.context).repair(Verifier(registry.database, registry.store).findings())
 
     collector = Collector(replace(registry.context, hook=once("rows deleted", again)))
-    report = collector.run(collector.plan(stale_grace_s=0))
-    assert [result for _, result in report.done] == ["skipped: it changed since the plan"]
+    report = collector.run(collector.plan(Policy(stale_grace_s=0)))
+    assert [str(result) for result in report.done] == ["skipped: it changed since the plan"]
     assert registry.restore(engine, "one").outcome is Outcome.HIT
 
 
@@ -118,11 +119,11 @@ def test_a_file_that_changed_when_its_row_was_gone_already_is_a_ghost_that_was_s
     collector = Collector(
         replace(registry.context, hook=once("rows deleted", lambda: registry.store.touch(saved.file_path)))
     )
-    collector.run(collector.plan(stale_grace_s=0))
+    collector.run(collector.plan(Policy(stale_grace_s=0)))
     with registry.database.read() as db:
         assert collecting.used_bytes(db) == saved.file_size
         assert list(collecting.ghosts_seen(db)) == [saved.file_path]
-    collector.run(collector.plan(ghost_grace_s=0))
+    collector.run(collector.plan(Policy(ghost_grace_s=0)))
     assert not (registry.store.root / saved.file_path).exists()
 
 
@@ -135,7 +136,7 @@ def test_a_file_that_takes_the_name_of_one_that_had_gone_already_stays(registry,
         assert adopted(registry.context, theirs) == [AdoptOutcome.ADOPTED]
 
     collector = Collector(replace(registry.context, hook=once("rows deleted", again)))
-    collector.run(collector.plan(stale_grace_s=0))
+    collector.run(collector.plan(Policy(stale_grace_s=0)))
     assert registry.get(saved.id).file_path == path_of(saved.id)
     assert registry.restore(engine, "one").outcome is Outcome.HIT
 

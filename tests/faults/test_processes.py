@@ -13,6 +13,7 @@ from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db import rows
 from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
+from llama_ckpt.retention.policy import Policy
 from llama_ckpt.values import Outcome, Status
 
 # Restores, saves and collections of the race, over all its processes.
@@ -65,7 +66,7 @@ def test_readers_savers_and_gc_at_once_give_hits_and_misses_and_never_an_error(r
     assert set(answers[0] + answers[1]) <= {"hit", "no_match"}
     assert answers[3][1] == 0
     assert all(registry.restore(engine, text).outcome is Outcome.HIT for text in texts)
-    assert not Collector(registry.context).plan(stale_grace_s=0).findings
+    assert not Collector(registry.context).plan(Policy(stale_grace_s=0)).findings
 
 
 def test_eight_processes_that_read_save_and_collect_lose_no_live_row_its_file_and_never_fail(registry, engine):

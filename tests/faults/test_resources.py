@@ -17,6 +17,7 @@ from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import CommitOutcomeUnknown, Conflict, DatabaseUnavailable, StoreFull, StoreUnavailable
 from llama_ckpt.registry import Registry
+from llama_ckpt.retention.policy import Policy
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
 
 
@@ -252,7 +253,7 @@ def test_a_saver_that_slept_until_gc_took_its_file_adds_no_row(registry, engine,
 
     def sleep_long(step):
         if step == "renamed":
-            collector.run(collector.plan(ghost_grace_s=0, at_once=True))
+            collector.run(collector.plan(Policy(ghost_grace_s=0), skip_grace=True))
 
     with monkeypatch.context() as patch:
         patch.setattr(registry.store, "_hook", sleep_long)
@@ -268,7 +269,7 @@ def test_a_gc_that_planned_while_a_saver_slept_spares_the_file_when_it_wakes(dat
     def wake_up(step):
         if step == "inserted" and plans:
             report = collector.run(plans.pop())
-            assert [result for _, result in report.done] == ["skipped: it changed since the plan"]
+            assert [str(result) for result in report.done] == ["skipped: it changed since the plan"]
 
     with Registry.open(database_url, tmp_path / "store") as other:
         collector = Collector(other.context)
@@ -277,7 +278,7 @@ def test_a_gc_that_planned_while_a_saver_slept_spares_the_file_when_it_wakes(dat
             pytest.skip("on SQLite gc waits for the saver's transaction")
         with Registry.open(database_url, tmp_path / "store", hook=wake_up) as registry:
             registry.store._hook = lambda step: (
-                plans.append(collector.plan(ghost_grace_s=0, at_once=True)) if step == "renamed" else None
+                plans.append(collector.plan(Policy(ghost_grace_s=0), skip_grace=True)) if step == "renamed" else None
             )
             assert registry.save(engine, "one").outcome is SaveOutcome.SAVED
             assert registry.restore(engine, "one").outcome is Outcome.HIT
@@ -353,12 +354,12 @@ def test_a_gc_that_cannot_unlink_one_file_frees_the_others_and_the_next_run_free
     collector = Collector(registry.context)
 
     def collect():
-        return collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True))
+        return collector.run(collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True))
 
     with monkeypatch.context() as patch:
         BadDisk(patch, nth)
         report = collect()
-    *others, failed = sorted(result for _, result in report.done)
+    *others, failed = sorted(str(result) for result in report.done)
     assert "told by the system" in failed
     assert others == ["deleted"] * 3
     assert (report.n_failed, len(files_in(registry))) == (1, 1)

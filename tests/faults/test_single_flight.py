@@ -21,6 +21,7 @@ from llama_ckpt.errors import BadInput, DatabaseUnavailable, StoreFull
 from llama_ckpt.fingerprint import flight_key
 from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
+from llama_ckpt.retention.policy import Policy
 from llama_ckpt.values import Outcome, SaveOutcome, Status
 from llama_ckpt.warm import single_flight
 from llama_ckpt.warm.single_flight import SingleFlight
@@ -140,7 +141,7 @@ def test_processes_that_are_killed_at_any_step_delay_the_others_by_no_more_than_
         assert max(a["waited_s"] for a in whole) < 3 * flights.CLAIM_S + 5
         require_all_inputs_whole(registry)
         collector = Collector(registry.context)
-        collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True))
+        collector.run(collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True))
         assert {f.kind.value for f in Verifier(registry.database, registry.store).findings()} <= {"temporary"}
 
 

@@ -151,7 +151,7 @@ def test_over_the_budget_the_least_recently_used_goes_and_the_newcomer_is_saved(
     ]
     assert (counters["evicted"], claims(registry)) == (1, [])
     collector = Collector(registry.context)
-    assert [r for _, r in collector.run(collector.plan(stale_grace_s=0)).done] == ["deleted"]
+    assert [str(r) for r in collector.run(collector.plan(Policy(stale_grace_s=0))).done] == ["deleted"]
     assert registry.store.root.exists()
 
 
@@ -367,7 +367,7 @@ def test_a_file_that_was_deleted_by_hand_is_counted_until_gc_saw_it_and_not_afte
     (registry.store.root / dear[0].file_path).unlink()
     refused(tight.save(engine, "cheap", prefill_ms=1))
     collector = Collector(registry.context)
-    assert [r for _, r in collector.run(collector.plan()).done] == ["marked"]
+    assert [str(r) for r in collector.run(collector.plan()).done] == ["marked"]
     assert tight.save(engine, "cheap", prefill_ms=1).outcome is SaveOutcome.SAVED
     assert registry.get(dear[1].id).status is Status.ACTIVE
 
@@ -535,8 +535,8 @@ def test_a_gc_between_the_promise_of_room_and_the_unlink_does_no_harm(registry, 
 
     def collect(step):
         if step == "room promised":
-            report = collector.run(collector.plan(stale_grace_s=0))
-            assert [(i.path, r) for i, r in report.done] == [(old.file_path, "deleted")]
+            report = collector.run(collector.plan(Policy(stale_grace_s=0)))
+            assert [(r.item.path, str(r)) for r in report.done] == [(old.file_path, "deleted")]
 
     assert limited(collect, max_bytes=room(2)).save(engine, "newcomer").outcome is SaveOutcome.SAVED
     assert {row.id for row in registry.list()} >= {new.id}

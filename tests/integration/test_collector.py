@@ -12,7 +12,7 @@ from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_lease
 from llama_ckpt.errors import Busy, DatabaseUnavailable, StoreMismatch, StoreUnavailable
-from llama_ckpt.gc_values import GcKind, GcPlan
+from llama_ckpt.gc_values import GcKind, GcOutcome, GcPlan
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Policy
 from llama_ckpt.store.store import path_of
@@ -48,7 +48,7 @@ def plant(registry, name, data=None, hours=0):
 
 
 def plan_now(collector):
-    return collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True)
+    return collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True)
 
 
 def hooked(registry, **actions):
@@ -137,7 +137,7 @@ def test_gc_frees_stale_rows_orphans_and_temporaries_and_leaves_the_rest(registr
     assert [(f.path, f.detail) for f in plan.findings] == [("01/23/notes.txt", "not a name of ours")]
     report = collector.run(plan)
     assert (report.freed_bytes, report.n_failed) == (plan.size_bytes, 0)
-    assert {result for _, result in report.done} == {"deleted"}
+    assert {str(result) for result in report.done} == {"deleted"}
     assert not orphan.exists()
     assert not temporary.exists()
     assert foreign.exists()
@@ -153,10 +153,10 @@ def test_gc_frees_stale_rows_orphans_and_temporaries_and_leaves_the_rest(registr
 def test_gc_leaves_alone_what_is_younger_than_the_grace(registry, engine, saved, collector, left_in_store):
     registry.remove(saved.id)
     orphan = plant(registry, path_of("0123456789abcdef" * 2), hours=1)
-    assert collector.plan(stale_grace_s=3600, ghost_grace_s=2 * 3600).items == ()
+    assert collector.plan(Policy(stale_grace_s=3600, ghost_grace_s=2 * 3600)).items == ()
     age(registry, saved, 2, "stale_us")
     age_file(orphan, 2)
-    assert len(collector.plan(stale_grace_s=3600, ghost_grace_s=2 * 3600, at_once=True).items) == 2
+    assert len(collector.plan(Policy(stale_grace_s=3600, ghost_grace_s=2 * 3600), skip_grace=True).items) == 2
     left_in_store.add("orphan")
 
 
@@ -166,10 +166,10 @@ def test_an_active_row_whose_file_is_gone_is_marked_first_and_deleted_after_the_
     (registry.store.root / saved.file_path).unlink()
     plan = plan_now(collector)
     assert [(i.kind, i.size_bytes) for i in plan.items] == [(GcKind.MISSING, 0)]
-    assert [r for _, r in collector.run(plan).done] == ["marked"]
+    assert [str(r) for r in collector.run(plan).done] == ["marked"]
     assert registry.get(saved.id).stale_reason is StaleReason.MISSING
     report = collector.run(plan_now(collector))
-    assert ([r for _, r in report.done], report.freed_bytes) == (["deleted"], 0)
+    assert ([str(r) for r in report.done], report.freed_bytes) == (["deleted"], 0)
     assert registry.list() == []
 
 
@@ -195,7 +195,7 @@ def test_a_stale_row_that_is_pinned_after_the_plan_survives(registry, engine, sa
     registry.remove(saved.id)
     plan = plan_now(collector)
     registry.pin(saved.id)
-    assert [r for _, r in collector.run(plan).done] == ["skipped: used, pinned, leased or needed by a delta"]
+    assert [str(r) for r in collector.run(plan).done] == ["skipped: used, pinned, leased or needed by a delta"]
     assert (registry.store.root / saved.file_path).exists()
 
 
@@ -213,7 +213,7 @@ def test_an_orphan_that_gets_its_row_between_plan_and_run_survives(registry, eng
     with registry.database.write() as db:
         db.execute(sa.update(meta).values(file_path=saved.file_path))
     report = collector.run(GcPlan(items=orphans, findings=(), n_files=1, n_rows=1))
-    assert [r for _, r in report.done] == ["skipped: a row names it now"]
+    assert [str(r) for r in report.done] == ["skipped: a row names it now"]
     assert registry.restore(engine, "one").outcome is Outcome.HIT
 
 
@@ -223,7 +223,7 @@ def test_a_file_that_comes_back_between_plan_and_run_keeps_its_row(registry, eng
     path.unlink()
     plan = plan_now(collector)
     path.write_bytes(data)
-    assert [r for _, r in collector.run(plan).done] == ["skipped: back, or STALE, since the plan"]
+    assert [str(r) for r in collector.run(plan).done] == ["skipped: back, or STALE, since the plan"]
     assert registry.restore(engine, "one").outcome is Outcome.HIT
 
 
@@ -232,7 +232,7 @@ def test_a_file_that_is_gone_already_counts_as_done_and_not_as_freed(registry, e
     plan = plan_now(collector)
     (registry.store.root / saved.file_path).unlink()
     report = collector.run(plan)
-    assert ([r for _, r in report.done], report.freed_bytes, report.n_failed) == (["deleted"], 0, 0)
+    assert ([str(r) for r in report.done], report.freed_bytes, report.n_failed) == (["deleted"], 0, 0)
 
 
 def test_one_file_that_cannot_be_deleted_is_reported_and_stops_nothing(
@@ -252,15 +252,17 @@ def test_one_file_that_cannot_be_deleted_is_reported_and_stops_nothing(
         patch.setattr(registry.store, "remove", remove)
         report = collector.run(plan_now(collector))
     assert report.n_failed == 1
-    assert sorted(r.split(":")[0] for _, r in report.done) == ["deleted", "deleted", "failed"]
-    retry = collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0))
-    assert [(i.kind, r) for i, r in retry.done] == [(GcKind.ORPHAN, "deleted")]
+    assert sorted(r.outcome for r in report.done) == [GcOutcome.DELETED, GcOutcome.DELETED, GcOutcome.FAILED]
+    retry = collector.run(collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0)))
+    assert [(r.item.kind, r.outcome) for r in retry.done] == [(GcKind.ORPHAN, GcOutcome.DELETED)]
 
 
 def test_many_items_are_worked_in_batches_and_all_recorded(registry, engine, collector):
     for i in range(230):
         plant(registry, path_of(f"{i:032x}"))
-    report = collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True, force=registry.registry_id))
+    report = collector.run(
+        collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True, force=registry.registry_id)
+    )
     assert len(report.done) == 230
     with registry.database.read() as db:
         assert db.exec_driver_sql("SELECT count(*) FROM gc_run_item").scalar_one() == 230
@@ -282,7 +284,7 @@ def test_a_stale_row_whose_path_leaves_the_store_costs_nothing_but_the_row(
     (registry.store.root / saved.file_path).unlink()
     report = collector.run(plan_now(collector))
     assert report.n_failed == 1
-    assert "not a path that this store gives" in report.done[0][1]
+    assert "not a path that this store gives" in report.done[0].detail
     assert victim.read_text() == "precious"
     assert registry.list() == []
 
@@ -319,8 +321,8 @@ def test_an_empty_registry_beside_a_full_folder_is_refused_unless_forced(registr
     with pytest.raises(StoreMismatch, match=r"the registry is empty, but .* has 10 files"):
         plan_now(collector)
     with pytest.raises(StoreMismatch):
-        collector.plan(ghost_grace_s=0, force="wrong")
-    collector.run(collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id))
+        collector.plan(Policy(ghost_grace_s=0), force="wrong")
+    collector.run(collector.plan(Policy(ghost_grace_s=0), skip_grace=True, force=registry.registry_id))
 
 
 def test_more_than_a_fifth_of_the_files_as_ghosts_is_refused_unless_forced(
@@ -330,7 +332,7 @@ def test_more_than_a_fifth_of_the_files_as_ghosts_is_refused_unless_forced(
         plant(registry, path_of(f"{i:032x}"))
     with pytest.raises(StoreMismatch, match="10 of 11 files would go as ghosts"):
         plan_now(collector)
-    assert len(collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id).items) == 10
+    assert len(collector.plan(Policy(ghost_grace_s=0), skip_grace=True, force=registry.registry_id).items) == 10
     left_in_store.add("orphan")
 
 
@@ -360,7 +362,7 @@ def test_a_file_that_was_touched_after_the_plan_is_no_orphan_any_more(registry, 
     orphan = plant(registry, path_of("0123456789abcdef" * 2), hours=3)
     plan = plan_now(collector)
     os.utime(orphan)
-    assert [r for _, r in collector.run(plan).done] == ["skipped: it changed since the plan"]
+    assert [str(r) for r in collector.run(plan).done] == ["skipped: it changed since the plan"]
     assert orphan.exists()
     left_in_store.add("orphan")
 
@@ -385,7 +387,7 @@ def test_a_run_that_is_cut_short_records_what_it_did(registry, engine, left_in_s
 
     collector = hooked(registry, rows_deleted=fail)
     with pytest.raises(DatabaseUnavailable):
-        collector.run(collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id))
+        collector.run(collector.plan(Policy(ghost_grace_s=0), skip_grace=True, force=registry.registry_id))
     assert collector.runs()[0].ended_us is not None
     left_in_store.add("orphan")
 
@@ -399,7 +401,7 @@ def test_a_run_that_is_interrupted_between_two_files_records_those_that_went(reg
 
     collector = hooked(registry, file_deleted=interrupted)
     with pytest.raises(KeyboardInterrupt):
-        collector.run(collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id))
+        collector.run(collector.plan(Policy(ghost_grace_s=0), skip_grace=True, force=registry.registry_id))
     n_left = len(list(registry.store.root.rglob("*.llam")))
     assert 0 < n_left < 60
     assert (
@@ -411,7 +413,7 @@ def test_a_run_that_is_interrupted_between_two_files_records_those_that_went(reg
 def test_a_store_that_is_not_mounted_is_no_reason_to_forget_every_row(registry, engine, saved, collector, tmp_path):
     registry.store.root.rename(tmp_path / "unmounted")
     registry.store.root.mkdir()
-    with pytest.raises(StoreMismatch, match="bears no marker of this registry: is it mounted"):
+    with pytest.raises(StoreMismatch, match="contains no marker of this registry: is it mounted"):
         plan_now(collector)
     registry.store.root.rmdir()
     with pytest.raises(StoreUnavailable):
@@ -455,7 +457,7 @@ def test_a_run_that_lost_its_lease_stops_before_the_next_batch(registry, engine,
         other.close()
 
     collector = hooked(registry, rows_deleted=steal)
-    plan = collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id)
+    plan = collector.plan(Policy(ghost_grace_s=0), skip_grace=True, force=registry.registry_id)
     with pytest.raises(Busy, match="held by thief"):
         collector.run(plan)
     n_left = len(list(registry.store.root.rglob("*.llam")))
@@ -467,12 +469,12 @@ def test_a_run_that_lost_its_lease_stops_before_the_next_batch(registry, engine,
 def test_a_run_that_is_told_to_stop_ends_after_the_batch_at_hand_and_the_next_one_does_the_rest(registry, collector):
     for i in range(250):
         plant(registry, path_of(f"{i:032x}"))
-    plan = collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id)
+    plan = collector.plan(Policy(ghost_grace_s=0), skip_grace=True, force=registry.registry_id)
     asked = iter([False, True])
     report = collector.run(plan, stopped=lambda: next(asked))
     assert 0 < report.n_left == 250 - len(report.done)
     assert [run.n_items for run in collector.runs()] == [len(report.done)]
-    again = collector.run(collector.plan(ghost_grace_s=0, at_once=True, force=registry.registry_id))
+    again = collector.run(collector.plan(Policy(ghost_grace_s=0), skip_grace=True, force=registry.registry_id))
     assert len(again.done) == report.n_left
 
 

@@ -154,12 +154,12 @@ def test_a_row_without_a_file_is_verified_pruned_collected_and_brought_back(bloc
     row = save(STORY[:25]).checkpoint
     assert all_ok(Verifier(blocks_of_four.database, blocks_of_four.store).checkpoint(row))
     collector = Collector(blocks_of_four.context)
-    assert collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True).items == ()
+    assert collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True).items == ()
     blocks_of_four.remove(row.id)
     assert Mender(blocks_of_four.context).unprune([blocks_of_four.get(row.id)])[0][1] == "ACTIVE"
     blocks_of_four.remove(row.id)
-    report = collector.run(collector.plan(stale_grace_s=0))
-    assert ([result for _, result in report.done], report.freed_bytes) == (["deleted"], 0)
+    report = collector.run(collector.plan(Policy(stale_grace_s=0)))
+    assert ([str(result) for result in report.done], report.freed_bytes) == (["deleted"], 0)
 
 
 # -- chains ----------------------------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_gc_marks_what_lost_its_file_though_pinned_and_needed_and_the_deltas_on_
     blocks_of_four.pin(story.id)
     path(blocks_of_four, story).unlink()
     collector = Collector(blocks_of_four.context)
-    assert [(item.kind, result) for item, result in collector.run(collector.plan()).done] == [
+    assert [(result.item.kind, str(result)) for result in collector.run(collector.plan()).done] == [
         (GcKind.MISSING, "marked")
     ]
     for row in (story, delta):
@@ -383,7 +383,9 @@ def test_a_flatten_killed_at_any_step_leaves_the_delta_or_a_whole_checkpoint(
     assert len(list(store.root.rglob("*.llam"))) == n_files
     assert restored(blocks_of_four, engine, [*STORY, 7]).outcome is Outcome.HIT
     collector = Collector(blocks_of_four.context)
-    collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True, force=blocks_of_four.registry_id))
+    collector.run(
+        collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True, force=blocks_of_four.registry_id)
+    )
     assert len(list(store.root.rglob("*.llam"))) == 2
     left_in_store.add("temporary")  # its writer is this process, which lives
     assert blocks_of_four.flatten(delta.id).parent_no is None
@@ -412,7 +414,7 @@ def test_prune_takes_deltas_before_what_they_stand_on(blocks_of_four, save):
     collector = Collector(blocks_of_four.context)
     for left in (4, 3, 2, 1):
         assert len(collector.prune(collector.plan_prune(Policy(max_count=left)))) == 1
-        assert collector.run(collector.plan(stale_grace_s=0)).n_failed == 0
+        assert collector.run(collector.plan(Policy(stale_grace_s=0))).n_failed == 0
     assert [row.parent_no for row in blocks_of_four.list(status=Status.ACTIVE)] == [None]
 
 

@@ -11,6 +11,7 @@ import stat
 import time
 import uuid
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,12 @@ from llama_ckpt.doctor import Diagnosis, Level, examine, worst
 from llama_ckpt.doctor import probe as store_probe
 from llama_ckpt.doctor import store as doctor_store
 from llama_ckpt.errors import BadInput, StoreUnavailable
+from llama_ckpt.gc_values import ScheduleState
 from llama_ckpt.registry import DATABASE_FILE, Registry
 from llama_ckpt.store import writers as owners
 from llama_ckpt.store.marker import MARKER
 from llama_ckpt.store.store import Store
+from llama_ckpt.values import US_PER_S
 
 OK, WARN, FAIL = Level.OK, Level.WARN, Level.FAIL
 HOUR_S = 3600
@@ -683,7 +686,7 @@ def test_a_limit_without_a_database_is_a_limit_without_a_schedule(tmp_path):
     assert_line(found["policy"], WARN, "nothing prunes")
 
 
-@pytest.mark.parametrize("next_in_s", [600, 0, -300])
+@pytest.mark.parametrize("next_in_s", [600, 0, -30])
 def test_a_limit_with_a_schedule_that_runs_is_told_with_its_last_run(look_at, scheduled, next_in_s):
     scheduled(next_in_s)
     assert_line(look_at(max_age="1d")["policy"], OK, "max_age", "host:/store", "every 15m", "3 marked STALE")
@@ -696,15 +699,29 @@ def test_a_schedule_that_died_or_was_stopped_is_none(look_at, scheduled, next_in
 
 
 def test_a_timer_of_the_systems_that_ran_of_late_is_a_schedule(look_at, scheduled):
-    scheduled(None, schedule.ONCE)
+    scheduled(None, schedules.ONCE)
     assert_line(look_at(max_age="1d")["policy"], OK, "host:/store")
 
 
 def test_a_timer_that_did_not_run_for_days_is_none(look_at, scheduled, registry):
-    scheduled(None, schedule.ONCE)
+    scheduled(None, schedules.ONCE)
     with registry.database.write() as db:
         db.execute(sa.text("UPDATE gc_schedule SET last_us = last_us - 259200000000"))
     assert_line(look_at(max_age="1d")["policy"], WARN, "nothing prunes")
+
+
+@pytest.mark.parametrize(("late_s", "alive"), [(59, True), (300, False), (601, False)])
+def test_doctor_and_schedule_status_agree_on_a_schedule_that_is_late(
+    look_at, scheduled, registry, monkeypatch, late_s, alive
+):
+    scheduled(0)
+    read = schedules.schedules
+    monkeypatch.setattr(
+        schedules, "schedules", lambda db: [replace(row, now_us=row.next_us + late_s * US_PER_S) for row in read(db)]
+    )
+    (status,) = schedule.statuses(registry.context)
+    assert status.state is (ScheduleState.WAITING if alive else ScheduleState.OVERDUE)
+    assert look_at(max_age="1d")["policy"].level is (OK if alive else WARN)
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_age", "soon"), ("low_water", "200%"), ("order", "best")])

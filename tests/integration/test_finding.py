@@ -341,7 +341,7 @@ def test_what_goes_between_the_look_up_and_the_answer_is_a_miss_or_the_next_one(
         else:
             registry.invalidate(engine.fingerprint)
             collector = Collector(registry.context)
-            collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True))
+            collector.run(collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True))
         if how == "its file":
             (registry.store.root / longer.file_path).unlink()
 
@@ -494,7 +494,7 @@ def test_links_are_exactly_those_of_active_rows_whatever_happens_to_them(registr
     back = [why for _, why in mender.unprune(mender.pruned_since(0))]
     assert "ACTIVE" in back
     assert wrong_links(registry) == []
-    collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True))
+    collector.run(collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True))
     assert wrong_links(registry) == []
     registry.invalidate(engine.fingerprint)
     with registry.database.read() as db:

@@ -14,6 +14,7 @@ from llama_ckpt.collector.collector import Collector
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import StoreUnavailable
 from llama_ckpt.gc_values import GcKind
+from llama_ckpt.retention.policy import Policy
 from llama_ckpt.store import writers as owners
 from llama_ckpt.store.store import path_of
 from llama_ckpt.values import Outcome
@@ -40,8 +41,9 @@ def temporary(registry, tag, age_s=2 * HOUR_S):
     return plant(registry, ORPHAN.replace(".llam", f"{'.' if tag else ''}{tag}.tmp"), b"half", age_s)
 
 
-def run(collector, **options):
-    return {item.path: result for item, result in collector.run(collector.plan(**options)).done}
+def run(collector, *, skip_grace=False, **graces):
+    report = collector.run(collector.plan(Policy(**graces), skip_grace=skip_grace))
+    return {result.item.path: str(result) for result in report.done}
 
 
 def dead_tag():
@@ -77,9 +79,9 @@ def test_an_orphan_that_changed_since_it_was_seen_is_seen_for_the_first_time(reg
     assert not path.exists()
 
 
-def test_at_once_takes_what_no_earlier_run_saw(registry, saved, collector):
+def test_without_grace_a_ghost_goes_that_no_earlier_run_saw(registry, saved, collector):
     plant(registry, ORPHAN)
-    assert run(collector, at_once=True) == {ORPHAN: "deleted"}
+    assert run(collector, skip_grace=True) == {ORPHAN: "deleted"}
 
 
 def test_a_young_orphan_is_neither_taken_nor_noted(registry, saved, collector, left_in_store):
@@ -104,7 +106,7 @@ def test_a_temporary_whose_process_is_gone_goes_at_once_however_young(registry, 
 def test_a_temporary_of_a_living_process_stays_however_old(registry, saved, collector, left_in_store):
     path = temporary(registry, owners.my_tag(), age_s=90 * 24 * HOUR_S)
     for _ in range(2):
-        assert run(collector, ghost_grace_s=0, at_once=True) == {}
+        assert run(collector, ghost_grace_s=0, skip_grace=True) == {}
     assert path.exists()
     left_in_store.add("temporary")
 
@@ -145,11 +147,11 @@ def test_an_unreadable_orphan_goes_to_the_quarantine_and_from_there_after_the_gr
     registry, saved, collector, left_in_store
 ):
     plant(registry, ORPHAN, b"no checkpoint" * 20)
-    (item,) = collector.plan(at_once=True).items
+    (item,) = collector.plan(skip_grace=True).items
     assert item.kind is GcKind.UNREADABLE
     assert "no LLAM magic" in item.reason
     aside = "quarantine/" + ORPHAN.rpartition("/")[2]
-    assert run(collector, at_once=True) == {ORPHAN: f"quarantined as {aside}"}
+    assert run(collector, skip_grace=True) == {ORPHAN: f"quarantined as {aside}"}
     assert (registry.store.root / aside).read_bytes() == b"no checkpoint" * 20
     assert run(collector) == {}, "the quarantine has a grace of its own"
     assert run(collector, stale_grace_s=0) == {aside: "deleted"}
@@ -167,7 +169,7 @@ def test_a_checkpoint_that_a_restore_found_damaged_is_put_aside_before_it_is_del
     assert run(collector, stale_grace_s=0) == {saved.file_path: f"quarantined as quarantine/{saved.id}.llam"}
     assert registry.list() == []
     assert (registry.store.root / "quarantine" / f"{saved.id}.llam").read_bytes() == damaged
-    run(collector, at_once=True)
+    run(collector, skip_grace=True)
     assert not (registry.store.root / "quarantine" / f"{saved.id}.llam").exists()
 
 
@@ -177,9 +179,9 @@ def test_a_quarantine_that_is_a_symlink_is_not_entered(registry, saved, collecto
     (outside / f"{'ab' * 16}.llam").write_text("precious")
     (registry.store.root / "quarantine").symlink_to(outside)
     plant(registry, ORPHAN, b"x")
-    report = collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True))
+    report = collector.run(collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True))
     assert report.n_failed == 1
-    assert "symlink" in report.done[0][1]
+    assert "symlink" in report.done[0].detail
     assert [p.name for p in outside.iterdir()] == [f"{'ab' * 16}.llam"]
     left_in_store.add("orphan")
 
@@ -190,17 +192,17 @@ def test_a_quarantine_that_is_a_symlink_is_not_entered(registry, saved, collecto
 def test_only_the_wanted_kinds_are_taken(registry, engine, saved, collector):
     registry.remove(saved.id)
     plant(registry, ORPHAN)
-    plan = collector.plan(stale_grace_s=0, only=[GcKind.STALE])
+    plan = collector.plan(Policy(stale_grace_s=0), only=[GcKind.STALE])
     assert [item.kind for item in plan.items] == [GcKind.STALE]
     collector.run(plan)
-    collector.run(collector.plan(stale_grace_s=0, only=[GcKind.STALE]))  # due by now, and not asked for
+    collector.run(collector.plan(Policy(stale_grace_s=0), only=[GcKind.STALE]))  # due by now, and not asked for
     assert run(collector) == {ORPHAN: "deleted"}, "the runs before saw it"
 
 
 def test_a_run_takes_at_most_so_many_and_the_next_one_the_rest(registry, saved, collector):
     for i in range(8):
         plant(registry, path_of(f"{i:032x}"))
-    plan = collector.plan(at_once=True)
+    plan = collector.plan(skip_grace=True)
     report = collector.run(plan, max_delete=3)
     assert (len(report.done), report.n_left) == (3, 5)
     assert len(run(collector)) == 5
@@ -208,7 +210,7 @@ def test_a_run_takes_at_most_so_many_and_the_next_one_the_rest(registry, saved, 
 
 def test_a_run_whose_time_is_over_begins_no_batch(registry, saved, collector):
     plant(registry, ORPHAN)
-    report = collector.run(collector.plan(at_once=True), max_duration_s=0)
+    report = collector.run(collector.plan(skip_grace=True), max_duration_s=0)
     assert (report.done, report.n_left) == ((), 1)
     assert run(collector) == {ORPHAN: "deleted"}
 
@@ -221,7 +223,7 @@ def test_a_file_that_could_not_be_deleted_is_tried_again_by_the_next_run(registr
 
     with monkeypatch.context() as patch:
         patch.setattr(registry.store, "remove", refused)
-        assert run(collector, at_once=True)[ORPHAN].startswith("failed")
+        assert run(collector, skip_grace=True)[ORPHAN].startswith("failed")
     assert run(collector) == {ORPHAN: "deleted"}
     assert not path.exists()
 

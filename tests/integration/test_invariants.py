@@ -210,8 +210,8 @@ def test_gc_takes_a_stale_delta_before_its_stale_parent_and_both_in_one_run(regi
     plant(3, "a", "b", "c", parent=child, covered=2)
     registry.report_bad(root.id)
     collector = Collector(registry.context)
-    report = collector.run(collector.plan(stale_grace_s=0, force=registry.registry_id))
-    assert {result for _, result in report.done} == {"deleted"}
+    report = collector.run(collector.plan(Policy(stale_grace_s=0), force=registry.registry_id))
+    assert {str(result) for result in report.done} == {"deleted"}
     assert registry.list() == []
 
 
@@ -222,8 +222,8 @@ def test_gc_keeps_a_stale_parent_whose_delta_is_still_within_the_grace(registry,
     with registry.database.write() as db:
         db.execute(sa.update(meta).where(meta.c.ckpt_no == root.ckpt_no).values(stale_us=1))
     collector = Collector(registry.context)
-    report = collector.run(collector.plan(stale_grace_s=3600, force=registry.registry_id))
-    assert "skipped: used, pinned, leased or needed by a delta" in {result for _, result in report.done}
+    report = collector.run(collector.plan(Policy(stale_grace_s=3600), force=registry.registry_id))
+    assert "skipped: used, pinned, leased or needed by a delta" in {str(result) for result in report.done}
     assert {c.ckpt_no for c in registry.list()} >= {root.ckpt_no}
 
 

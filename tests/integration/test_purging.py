@@ -18,6 +18,7 @@ from llama_ckpt.db.tables import registry_lease, save_claim
 from llama_ckpt.errors import BadInput, Busy, Conflict, StoreUnavailable
 from llama_ckpt.fingerprint import hash_input
 from llama_ckpt.integrity.mend import Mender
+from llama_ckpt.retention.policy import Policy
 from llama_ckpt.store.marker import MARKER
 from llama_ckpt.store.store import path_of
 from llama_ckpt.values import NewCheckpoint, Outcome, SaveOutcome, Status
@@ -114,7 +115,7 @@ def test_many_rows_go_in_batches_and_deltas_before_what_they_stand_on(registry, 
     for n_tokens in (40, 80, 120, 160, 200):
         engine.evaluate(list(range(n_tokens)))
         registry.save(engine, list(range(n_tokens)), label="story")
-    monkeypatch.setattr("llama_ckpt.collector.purge._AT_ONCE", 2)
+    monkeypatch.setattr("llama_ckpt.collector.purge._BATCH_ROWS", 2)
     report = Purger(registry.context).run(Purge(label="story"))
     assert (report.n_rows, report.n_files) == (5, 5)
     assert [row.id for row in registry.list()] == [kept.id]
@@ -381,5 +382,5 @@ def test_a_purge_that_is_cut_off_is_finished_by_the_next_purge_or_gc(registry, e
         purger.run(Purge(label="secret"))
     else:
         collector = Collector(registry.context)
-        collector.run(collector.plan(stale_grace_s=0))
+        collector.run(collector.plan(Policy(stale_grace_s=0)))
     assert ids(registry) == files_of(registry) == {kept.id}

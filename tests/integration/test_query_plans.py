@@ -74,7 +74,7 @@ def a_day_of_work(registry, engine):
     assert marked
     Mender(registry.context).unprune([registry.get(marked[0].row.id)])
     (registry.store.root / registry.get(ids[7]).file_path).unlink()
-    collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True))
+    collector.run(collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True))
     Purger(registry.context).run(Purge(input_hash=registry.get(ids[1]).input_hash))
 
 

@@ -16,6 +16,7 @@ from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import BadInput, EngineStateMismatch, NotFound, StoreMismatch, StoreUnavailable
 from llama_ckpt.formats.kv.layout import Dialect
 from llama_ckpt.registry import Registry
+from llama_ckpt.retention.policy import Policy
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
 
 
@@ -534,7 +535,7 @@ def test_a_row_that_is_gone_lends_its_number_to_no_other(tmp_path, engine):
         first = opened.save(engine, "one").checkpoint
         opened.remove(first.id)
         collector = Collector(opened.context)
-        collector.run(collector.plan(stale_grace_s=0))
+        collector.run(collector.plan(Policy(stale_grace_s=0)))
         assert opened.save(engine, "two").checkpoint.ckpt_no > first.ckpt_no
 
 

@@ -15,13 +15,13 @@ import sqlalchemy as sa
 
 from llama_ckpt.collector import schedule as module
 from llama_ckpt.collector.collector import Collector
-from llama_ckpt.collector.schedule import CollectorSchedule, ScheduleState, holder_of, run_once, statuses
+from llama_ckpt.collector.schedule import CollectorSchedule, holder_of, run_once, statuses
 from llama_ckpt.collector.triggers import Trigger
 from llama_ckpt.db import coordination
 from llama_ckpt.db import schedules as rows
 from llama_ckpt.db.tables import gc_schedule
 from llama_ckpt.errors import BadInput, DatabaseUnavailable, StoreMismatch, StoreUnavailable
-from llama_ckpt.gc_values import CollectionSummary
+from llama_ckpt.gc_values import CollectionSummary, ScheduleState
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Policy
 from llama_ckpt.store.marker import MARKER
@@ -77,7 +77,7 @@ def due_in_s(registry):
 def killed(registry, runs, trigger=EACH_HOUR):
     """A schedule ran once, and its process was killed: nobody told the row. (What is left of it here is stopped.)"""
     made = CollectorSchedule(registry.context, Policy(), trigger, jitter_s=0, on_run=runs)
-    made._keep = lambda write, keep=made._keep: keep(write) if runs.seen == [] else None
+    made._write_row = lambda write, store=made._write_row: store(write) if runs.seen == [] else None
     made.start()
     runs.wait()
     made.stop()
@@ -92,8 +92,8 @@ def test_the_first_run_is_at_once_and_prunes_and_frees_by_the_policy(registry, e
     policy = Policy(max_count=1, order="oldest", stale_grace_s=0)
     with CollectorSchedule(registry.context, policy, EACH_HOUR, jitter_s=0, on_run=runs):
         (run,) = runs.wait()
-    assert (run.sweep.n_marked, run.sweep.n_items, run.sweep.n_failed) == (1, 1, 0)
-    assert run.sweep.freed_bytes == old.file_size
+    assert (run.summary.n_marked, run.summary.n_items, run.summary.n_failed) == (1, 1, 0)
+    assert run.summary.freed_bytes == old.file_size
     assert [row.status for row in registry.list()] == [Status.ACTIVE]
     assert f"{old.file_size} bytes freed" in only_status(registry).last_result
 
@@ -113,7 +113,7 @@ def test_status_tells_who_runs_what_and_when(registry, runs):
         (run,) = runs.wait()
         found = only_status(registry)
     assert found.holder == f"{socket.gethostname()[:60]}:{registry.store.root}"[: len(found.holder)]
-    assert (found.spec, found.standing) == ("every 1h", ScheduleState.WAITING)
+    assert (found.spec, found.state) == ("every 1h", ScheduleState.WAITING)
     assert found.last_result == run.result
     assert abs(found.next_us - run.next_us) < 60e6
     assert found.started_us <= found.last_us < found.next_us
@@ -169,12 +169,12 @@ def test_a_run_that_meets_another_one_says_so_and_is_no_failure(registry, runs, 
 def test_a_run_that_fails_is_logged_and_recorded_and_the_schedule_goes_on(registry, runs, caplog, monkeypatch, error):
     outcomes = iter([error])
 
-    def sweep(_self, _policy, _stopped):
+    def collect(_self, _policy, _stopped):
         if (failure := next(outcomes, None)) is not None:
             raise failure
         return NOTHING
 
-    monkeypatch.setattr(Collector, "sweep", sweep)
+    monkeypatch.setattr(Collector, "collect", collect)
     results = []
 
     def on_run(run):
@@ -183,8 +183,8 @@ def test_a_run_that_fails_is_logged_and_recorded_and_the_schedule_goes_on(regist
 
     with CollectorSchedule(registry.context, Policy(), AGAIN_AND_AGAIN, jitter_s=0, on_run=on_run):
         failed, went_on, *_ = runs.wait(2)
-    assert (failed.problem, failed.sweep) == (error, None)
-    assert (went_on.problem, went_on.sweep) == (None, NOTHING)
+    assert (failed.problem, failed.summary) == (error, None)
+    assert (went_on.problem, went_on.summary) == (None, NOTHING)
     assert results[0] == f"failed: {error}"
     assert any(r.levelno == logging.WARNING and str(error) in r.message for r in caplog.records)
 
@@ -206,16 +206,16 @@ def test_a_fault_of_the_program_is_logged_with_its_traceback_and_the_schedule_go
 ):
     outcomes = iter([ZeroDivisionError("no such luck")])
 
-    def sweep(_self, _policy, _stopped):
+    def collect(_self, _policy, _stopped):
         if (failure := next(outcomes, None)) is not None:
             raise failure
         return NOTHING
 
-    monkeypatch.setattr(Collector, "sweep", sweep)
+    monkeypatch.setattr(Collector, "collect", collect)
     with CollectorSchedule(registry.context, Policy(), AGAIN_AND_AGAIN, jitter_s=0, on_run=runs):
         failed, went_on, *_ = runs.wait(2)
     assert failed.result == "failed: internal error: ZeroDivisionError: no such luck"
-    assert went_on.sweep == NOTHING
+    assert went_on.summary == NOTHING
     assert "Traceback" in caplog.text
 
 
@@ -232,7 +232,7 @@ def test_a_database_that_goes_away_in_the_night_is_waited_for(registry, runs, ca
     monkeypatch.setattr(rows, "set_next", set_next)
     with CollectorSchedule(registry.context, Policy(), AGAIN_AND_AGAIN, jitter_s=0, on_run=runs):
         runs.wait(3)
-        assert only_status(registry).standing is ScheduleState.WAITING
+        assert only_status(registry).state is ScheduleState.WAITING
     assert caplog.text.count("the schedule's row was not written") == 2
 
 
@@ -241,8 +241,8 @@ def test_a_run_that_takes_longer_than_the_interval_is_not_joined_by_a_second_one
     at_work = []
 
     class Told(CollectorSchedule):
-        def _put_off(self, event):
-            super()._put_off(event)
+        def _store_moved_next(self, event):
+            super()._store_moved_next(event)
             put_off.set()
 
     def hook(step):
@@ -253,7 +253,7 @@ def test_a_run_that_takes_longer_than_the_interval_is_not_joined_by_a_second_one
     with Told(with_hook(registry, hook), Policy(), AGAIN_AND_AGAIN, jitter_s=0, on_run=runs):
         assert put_off.wait(PATIENCE_S)
         assert len(at_work) <= 1  # a slow machine may not have come so far yet
-        assert only_status(registry).standing is ScheduleState.WAITING
+        assert only_status(registry).state is ScheduleState.WAITING
         go_on.set()
         runs.wait(1)
 
@@ -290,7 +290,7 @@ def test_stop_waits_for_the_run_in_progress_and_the_row_says_stopped(registry, r
     assert not stopping.is_alive()
     assert len(runs.seen) == 1
     found = only_status(registry)
-    assert (found.standing, found.next_us) == (ScheduleState.STOPPED, None)
+    assert (found.state, found.next_us) == (ScheduleState.STOPPED, None)
     assert found.last_result == runs.seen[0].result
     started.stop()  # once more is nothing
 
@@ -307,7 +307,7 @@ def test_stop_with_a_timeout_leaves_a_run_to_itself(registry, runs):
     started.start()
     assert working.wait(PATIENCE_S)
     started.stop(timeout_s=0.01)
-    assert only_status(registry).standing is ScheduleState.STOPPED
+    assert only_status(registry).state is ScheduleState.STOPPED
     go_on.set()
     runs.wait()
 
@@ -317,14 +317,14 @@ def test_a_stopped_schedule_can_be_started_again(registry, runs):
     for _ in range(2):
         with made:
             runs.wait(1)
-            assert only_status(registry).standing is ScheduleState.WAITING
+            assert only_status(registry).state is ScheduleState.WAITING
     assert len(runs.seen) == 1  # the hour is not over
 
 
 def test_the_process_after_a_killed_one_waits_until_that_one_would_have_run(registry, runs):
     killed(registry, runs)
     before = only_status(registry)
-    assert before.standing is ScheduleState.WAITING
+    assert before.state is ScheduleState.WAITING
     with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         assert abs(only_status(registry).next_us - before.next_us) < 5e6
     assert len(runs.seen) == 1
@@ -333,10 +333,10 @@ def test_the_process_after_a_killed_one_waits_until_that_one_would_have_run(regi
 def test_a_killed_process_shows_as_gone_and_the_next_one_makes_up_for_its_run(registry, runs):
     with registry.database.write() as db:
         rows.put(db, holder_of(registry.context), "every 1h", -120)
-    assert only_status(registry).standing is ScheduleState.OVERDUE
+    assert only_status(registry).state is ScheduleState.OVERDUE
     with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         runs.wait()
-        assert only_status(registry).standing is ScheduleState.WAITING
+        assert only_status(registry).state is ScheduleState.WAITING
 
 
 def test_a_missed_run_by_cron_is_made_up_for_as_well(registry, runs):
@@ -369,8 +369,8 @@ def test_a_second_process_of_the_host_takes_the_row_over_and_the_first_ones_end_
     runs.wait()
     with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         first.stop()
-        assert only_status(registry).standing is ScheduleState.WAITING
-    assert only_status(registry).standing is ScheduleState.STOPPED
+        assert only_status(registry).state is ScheduleState.WAITING
+    assert only_status(registry).state is ScheduleState.STOPPED
 
 
 def test_a_second_process_that_makes_the_row_at_the_same_moment_is_no_error(registry, runs, monkeypatch):
@@ -414,7 +414,7 @@ def test_a_run_by_another_timer_has_a_row_of_its_own(registry, runs):
     with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         runs.wait()
         ran = run_once(registry.context, Policy())
-        found = {s.standing: s for s in statuses(registry.context)}
+        found = {s.state: s for s in statuses(registry.context)}
     assert set(found) == {ScheduleState.WAITING, ScheduleState.ONCE}
     assert found[ScheduleState.ONCE].last_result == ran.result
     assert found[ScheduleState.ONCE].holder.startswith("timer of ")
@@ -442,10 +442,10 @@ def test_a_long_name_of_host_and_store_is_cut_and_stays_one_name(registry, tmp_p
 
 
 def test_any_text_of_an_error_fits_into_the_row(registry, runs, monkeypatch):
-    def sweep(_self, _policy, _stopped):
+    def collect(_self, _policy, _stopped):
         raise StoreUnavailable(path="/store/\udcff\0" + "long" * 300, reason="it is broken")
 
-    monkeypatch.setattr(Collector, "sweep", sweep)
+    monkeypatch.setattr(Collector, "collect", collect)
     with CollectorSchedule(registry.context, Policy(), EACH_HOUR, jitter_s=0, on_run=runs):
         runs.wait()
     result = only_status(registry).last_result
@@ -475,7 +475,7 @@ def test_a_schedule_does_not_keep_the_interpreter_alive_not_even_in_the_middle_o
     )
     assert (done.returncode, done.stderr) == (0, "")
     with Registry.open(store=tmp_path / "store") as registry:
-        assert only_status(registry).standing is ScheduleState.WAITING  # overdue, in an hour
+        assert only_status(registry).state is ScheduleState.WAITING  # overdue, in an hour
 
 
 @pytest.mark.parametrize(

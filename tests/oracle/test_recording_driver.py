@@ -31,7 +31,7 @@ from llama_ckpt.db.tables import checkpoint_prefix, gc_run, llama_model, registr
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import BadInput, Busy, CommitOutcomeUnknown, Conflict, DatabaseUnavailable, StoreUnavailable
 from llama_ckpt.fingerprint import hash_input
-from llama_ckpt.gc_values import GcKind, RowVersion
+from llama_ckpt.gc_values import GcKind, GcOutcome, RowVersion
 from llama_ckpt.integrity.mend import Mender
 from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
@@ -444,8 +444,8 @@ def test_prune_marks_and_gc_frees_and_both_are_on_record(registry, engine, saved
         db.execute(sa.update(meta).values(created_us=1))
     verdicts = collector.plan_prune(Policy(max_age_s=3600, max_idle_s=3600))
     assert [v.row.id for v in collector.prune(verdicts)] == [saved.id]
-    report = collector.run(collector.plan(stale_grace_s=0))
-    assert [(item.kind, result) for item, result in report.done] == [(GcKind.STALE, "deleted")]
+    report = collector.run(collector.plan(Policy(stale_grace_s=0)))
+    assert [(result.item.kind, str(result)) for result in report.done] == [(GcKind.STALE, "deleted")]
     assert report.freed_bytes == saved.file_size
     assert not (registry.store.root / saved.file_path).exists()
     assert [(r.kind, r.n_items, r.run_no) for r in collector.runs(2)] == [("gc", 1, 2), ("prune", 1, 1)]
@@ -469,8 +469,8 @@ def test_gc_collects_a_file_without_a_row_and_marks_a_row_without_a_file(registr
     shutil.copy(registry.store.root / saved.file_path, ghost)
     os.unlink(registry.store.root / gone.file_path)
     collector = Collector(registry.context)
-    report = collector.run(collector.plan(ghost_grace_s=0, at_once=True))
-    assert {(item.kind, result) for item, result in report.done} == {
+    report = collector.run(collector.plan(Policy(ghost_grace_s=0), skip_grace=True))
+    assert {(result.item.kind, str(result)) for result in report.done} == {
         (GcKind.MISSING, "marked"),
         (GcKind.ORPHAN, "deleted"),
     }
@@ -480,10 +480,10 @@ def test_gc_collects_a_file_without_a_row_and_marks_a_row_without_a_file(registr
 def test_gc_spares_what_was_used_since_the_plan(registry, engine, saved):
     collector = Collector(registry.context)
     registry.remove(saved.id)
-    plan = collector.plan(stale_grace_s=0)
+    plan = collector.plan(Policy(stale_grace_s=0))
     change(registry, saved, hit_count=5)
-    ((_, result),) = collector.run(plan).done
-    assert result.startswith("skipped")
+    (result,) = collector.run(plan).done
+    assert result.outcome is GcOutcome.SKIPPED
     assert registry.get(saved.id).status is Status.STALE
 
 
@@ -491,8 +491,8 @@ def test_ghosts_that_a_run_saw_are_collected_by_the_next(registry, engine, saved
     ghost = registry.store.root / saved.file_path.replace(saved.id[4:], "f" * 28)
     shutil.copy(registry.store.root / saved.file_path, ghost)
     collector = Collector(registry.context)
-    assert collector.run(collector.plan(ghost_grace_s=0)).done == ()
-    assert [result for _, result in collector.run(collector.plan(ghost_grace_s=0)).done] == ["deleted"]
+    assert collector.run(collector.plan(Policy(ghost_grace_s=0))).done == ()
+    assert [str(result) for result in collector.run(collector.plan(Policy(ghost_grace_s=0))).done] == ["deleted"]
 
 
 def test_room_is_made_and_claimed_for_a_save_under_a_budget(registry, engine, saved, monkeypatch):
@@ -662,7 +662,7 @@ def test_an_input_whose_time_is_over_is_renewed_where_a_delta_stands_on_it_and_m
     assert registry.get(row.id).expires_us is None
     (registry.store.root / row.file_path).unlink()
     collector = Collector(registry.context)
-    assert [result for _, result in collector.run(collector.plan()).done] == ["marked"]
+    assert [str(result) for result in collector.run(collector.plan()).done] == ["marked"]
     assert registry.get(delta.id).stale_reason is StaleReason.MISSING
 
 
@@ -869,6 +869,18 @@ def test_constraints_are_told_by_oracles_codes(registry, engine, saved):
     for code, statement in refused.items():
         with pytest.raises(DatabaseUnavailable, match=code), registry.database.write() as db:
             db.execute(statement)
+    registry.report_bad(child.id)
+
+
+def test_the_deltas_of_a_row_are_read_level_by_level(registry, saved):
+    child = delta_of(registry, saved, "child")
+    grandchild = delta_of(registry, child, "grandchild")
+    with registry.database.read() as db:
+        deltas = rows.deltas_of(db, [saved.ckpt_no], [meta.c.ckpt_no, meta.c.id])
+    assert {number: row.id for number, row in deltas.items()} == {
+        child.ckpt_no: child.id,
+        grandchild.ckpt_no: grandchild.id,
+    }
     registry.report_bad(child.id)
 
 

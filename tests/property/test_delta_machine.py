@@ -99,7 +99,7 @@ class Machine(RuleBasedStateMachine):
     def collect(self):
         collector = Collector(self.registry.context)
         force = self.registry.registry_id
-        report = collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=0, at_once=True, force=force))
+        report = collector.run(collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True, force=force))
         assert report.n_failed == 0
         ghosts = {finding.kind.value for finding in Verifier(self.registry.database, self.registry.store).ghosts()}
         assert ghosts <= {"temporary"}, "their writer is this process, which lives"

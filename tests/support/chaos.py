@@ -55,7 +55,7 @@ def child(url: str, store: str, seed: int, n_operations: int, seconds: float) ->
                 elif verb == "prune":
                     result = str(min(1, len(collector.prune(collector.plan_prune(Policy(max_idle_s=1.0))[:3]))))
                 else:
-                    plan = collector.plan(stale_grace_s=0.5, ghost_grace_s=GHOST_GRACE_S)
+                    plan = collector.plan(Policy(stale_grace_s=0.5, ghost_grace_s=GHOST_GRACE_S))
                     result = f"failed {collector.run(plan).n_failed}"
             except (Busy, NotFound) as documented:
                 result = type(documented).__name__

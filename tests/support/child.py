@@ -52,7 +52,7 @@ def main() -> None:
             answer = len(collector.prune(collector.plan_prune(Policy(max_age_s=-1))))
         elif order["verb"] == "gc":
             # A file whose row is on its way in another process is younger than the grace.
-            report = collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=60))
+            report = collector.run(collector.plan(Policy(stale_grace_s=0, ghost_grace_s=60)))
             answer = [report.freed_bytes, report.n_failed]
         elif order["verb"] == "unprune":
             answer = [result for _, result in Mender(registry.context).unprune(registry.list(status=Status.STALE))]
@@ -86,7 +86,7 @@ def race(registry, engine, role: str, texts: list[str], rounds: int) -> dict[str
             try:
                 collector.prune(collector.plan_prune(Policy(max_count=len(texts) // 2)))
                 # Files whose rows are on their way are younger than the grace.
-                report = collector.run(collector.plan(stale_grace_s=0, ghost_grace_s=60, at_once=True))
+                report = collector.run(collector.plan(Policy(stale_grace_s=0, ghost_grace_s=60), skip_grace=True))
                 came_to = "failed" if report.n_failed else "collected"
             except Busy:
                 came_to = "busy"

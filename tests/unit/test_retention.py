@@ -57,7 +57,7 @@ def outcome(candidate: Candidate, **policy: float):
     for verdict in judge(rows, given, NOW):
         return False, verdict.rule, verdict.stale_reason
     opinion = explain(rows, candidate, given, NOW, Disk(free=1, total=1))[-1]
-    assert opinion.word is RuleEffect.KEEPS
+    assert opinion.effect is RuleEffect.KEEPS
     return True, opinion.why, None
 
 
@@ -257,7 +257,7 @@ def test_explain_and_the_rule_say_that_a_longer_checkpoint_supersedes_it():
     policy = Policy(max_count=2)
     assert [v.rule for v in judge([root, longer, newest], policy, NOW)] == [rule]
     opinions = explain([root, longer, newest], root, policy, NOW, Disk(free=1, total=1))
-    assert (opinions[-1].word, opinions[-1].why) == (RuleEffect.CONDEMNS, rule)
+    assert (opinions[-1].effect, opinions[-1].why) == (RuleEffect.CONDEMNS, rule)
     assert opinions[-2].why.endswith("; among the first, since a longer checkpoint begins with all of it")
 
 
@@ -407,12 +407,12 @@ def test_explain_gives_the_effect_of_every_rule_and_the_decision():
     rows = [row(age_s=100 - i, label="night") for i in range(3)]
     policy = Policy(max_age_s=99.5, max_count_per_label=2, order=Order.OLDEST, max_bytes=10**6)
     disk = Disk(free=1, total=1)
-    opinions = {o.rule: (o.word, o.why) for o in explain(rows, rows[0], policy, NOW, disk)}
+    opinions = {o.rule: (o.effect, o.why) for o in explain(rows, rows[0], policy, NOW, disk)}
     assert opinions["max_age"] == (RuleEffect.CONDEMNS, "saved 100 s ago, the limit is 100 s")
-    assert opinions["max_bytes"] == (RuleEffect.SILENT, "3000 of 1000000 in use before this prune")
+    assert opinions["max_bytes"] == (RuleEffect.NO_EFFECT, "3000 of 1000000 in use before this prune")
     assert opinions["order = oldest"][1] == "place 1 of 3 to go when a limit is passed"
     assert opinions["prune"] == (RuleEffect.CONDEMNS, "saved over 100 s ago, max_age is 100 s")
-    newest = {o.rule: (o.word, o.why) for o in explain(rows, rows[2], policy, NOW, disk)}
+    newest = {o.rule: (o.effect, o.why) for o in explain(rows, rows[2], policy, NOW, disk)}
     assert newest["always stays"] == newest["prune"] == (RuleEffect.KEEPS, "the newest")
     with pytest.raises(NotFound, match="why it is STALE"):
         explain(rows, row(), policy, NOW, disk)

@@ -1,25 +1,36 @@
-"""`Collector`: prune marks rows by policy, gc frees bytes. A plan is data; running it re-checks every item.
+"""`Collector`: prune marks rows STALE by a policy, gc deletes files. A plan is a value; running it checks every item again.
 
-Rows go first and are committed, files after: a crash leaves at most a file without a row, which the next run collects.
+Rows are deleted and committed first, files after. So a crash leaves at most a file without a row, which the next run deletes.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import secrets
-import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
+from llama_ckpt.collector.batches import BatchSizer
+from llama_ckpt.collector.lease import RunLease
 from llama_ckpt.collector.plan import Planner
 from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import collecting, coordination, marks, rows
-from llama_ckpt.errors import Busy, StoreUnavailable, UnsafePath
-from llama_ckpt.gc_values import CollectionSummary, Disk, GcItem, GcKind, GcPlan, GcReport, GcRun, RuleOpinion, Verdict
+from llama_ckpt.db.coordination import UnlinkClaim
+from llama_ckpt.errors import StoreUnavailable, UnsafePath
+from llama_ckpt.gc_values import (
+    CollectionSummary,
+    Disk,
+    GcItem,
+    GcKind,
+    GcOutcome,
+    GcPlan,
+    GcReport,
+    GcResult,
+    GcRun,
+    RuleOpinion,
+    Verdict,
+)
 from llama_ckpt.retention import explain as explaining
 from llama_ckpt.retention import rules as retention
 from llama_ckpt.retention.policy import Policy
@@ -27,73 +38,60 @@ from llama_ckpt.store.layout import QUARANTINE
 from llama_ckpt.threads import run_parallel
 from llama_ckpt.values import Checkpoint, StaleReason
 
-_CHANGED = "skipped: it changed since the plan"
 log = logging.getLogger("llama_ckpt")
 
-DEFAULT_STALE_GRACE_S = Policy().stale_grace_s
-DEFAULT_GHOST_GRACE_S = Policy().ghost_grace_s
-_LEASE = "gc"
-_LEASE_S = 300.0
-_FIRST_BATCH = 100
-_MOST = 2000
-# About as long as a transaction may hold up others: on SQLite, which has one writer at a time, every save; on a server whoever
-# wants one of its very rows.
-_HOLDS_S = {"sqlite": 0.02}
-_HOLDS_ROWS_S = 0.25
+_DEFAULT_POLICY = Policy()
 # An unlink waits for the disk or the server much longer than it computes.
-_UNLINKS_AT_ONCE = 8
-
-T = TypeVar("T")
-
+_UNLINK_THREADS = 8
+_CHANGED = "it changed since the plan"
 
 NOTHING = GcPlan(items=(), findings=(), n_files=0, n_rows=0)
 
 
-def never() -> bool:
-    """Whether to stop: no."""
+def not_stopped() -> bool:
+    """The default of `stopped`: the run is never asked to stop."""
     return False
 
 
 @dataclass(slots=True)
 class _Progress:
-    """What a run has done so far. The record of a batch, and the end of its `claim`, are written with the rows of the next:
-    one transaction a batch.
+    """What a run has done so far. To need one transaction a batch, the transaction of batch N+1 also writes the record of
+    batch N and drops batch N's claim; the end of the run does so for the last batch.
     """
 
-    done: list[tuple[GcItem, str]] = field(default_factory=list)
+    done: list[GcResult] = field(default_factory=list)
     n_recorded: int = 0
-    claim: bytes = b""
-    freed: int = 0
-    n_failed: int = 0
+    claim: UnlinkClaim | None = None  # of the last batch
+    left_behind: list[GcItem] = field(default_factory=list)  # their rows are deleted, their files may still be there
 
-    def add(self, outcomes: Sequence[tuple[GcItem, str, int]]) -> None:
-        self.done += [(item, result) for item, result, _ in outcomes]
-        self.freed += sum(size for _, _, size in outcomes)
-        self.n_failed += sum(result.startswith("failed") for _, result, _ in outcomes)
+    @property
+    def n_failed(self) -> int:
+        return sum(result.outcome is GcOutcome.FAILED for result in self.done)
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(result.freed_bytes for result in self.done)
 
 
-class _Pace:
-    """Cuts work into batches of which each transaction takes about as long as it may on this database."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RowChanges:
+    """What the transaction of a batch read and changed: paths that rows name, numbers of marked and of deleted rows."""
 
-    def __init__(self, dialect: str) -> None:
-        self._size, self._holds_s = _FIRST_BATCH, _HOLDS_S.get(dialect, _HOLDS_ROWS_S)
+    named: set[str]
+    marked: set[int]
+    deleted: set[int]
 
-    def batches(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
-        at = 0
-        while at < len(items):
-            batch = items[at : at + self._size]
-            at += len(batch)
-            yield batch
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        took_s = time.monotonic() - started
-        if took_s < self._holds_s / 2:
-            self._size = min(self._size * 2, _MOST)
-        elif took_s > self._holds_s:
-            self._size = max(self._size // 2, _FIRST_BATCH)
+    def result(self, item: GcItem) -> GcResult | None:
+        """The result of an item; None: its file may be deleted now."""
+        if item.row is None:
+            return _skipped(item, "a row names it now") if item.path in self.named else None
+        if item.kind is GcKind.MISSING:
+            if item.row.ckpt_no in self.marked:
+                return GcResult(item=item, outcome=GcOutcome.MARKED)
+            return _skipped(item, "back, or STALE, since the plan")
+        if item.row.ckpt_no in self.deleted:
+            return None
+        return _skipped(item, "used, pinned, leased or needed by a delta")
 
 
 class Collector:
@@ -103,55 +101,58 @@ class Collector:
         self._context = context
         self._database = context.database
         self._store = context.store
-        self._holder = f"{socket.gethostname()[:60]}:{os.getpid()}:{time.monotonic_ns()}"
+        self._lease = RunLease(context.database)
 
     # -- prune -----------------------------------------------------------------------------------------------------
 
     def plan_prune(self, policy: Policy) -> list[Verdict]:
-        """The ACTIVE rows that a policy condemns, each with its rule, in the order in which they were saved. Reads only.
+        """The ACTIVE rows that a policy condemns, each with the rule that does, in the order in which they were saved.
+        Reads only.
 
         Raises:
             DatabaseUnavailable: the database cannot be read.
-            StoreUnavailable: the free space is asked for and the store cannot say.
+            StoreUnavailable: the policy limits the free space, and the store cannot report it.
         """
         with self._database.read() as db:
             now_us, disk = rows.clock_us(db), None
             if policy.min_free is not None or policy.min_free_share is not None:
-                free, total = self._store.space()
-                disk = Disk(free=free, total=total, pending=collecting.pending_bytes(db))
+                disk = self._disk(db)
             return list(retention.judge(collecting.candidates(db), policy, now_us, disk))
 
     def explain(self, row: Checkpoint, policy: Policy) -> list[RuleOpinion]:
-        """What each rule of a policy says of one ACTIVE checkpoint; the last says what becomes of it.
+        """The effect of each rule of a policy on one ACTIVE checkpoint. The last opinion is the decision of prune.
 
         Raises:
-            NotFound: it is STALE, or gone.
+            NotFound: the checkpoint is STALE, or its row is deleted.
             DatabaseUnavailable, StoreUnavailable: as `plan_prune`.
         """
         with self._database.read() as db:
-            free, total = self._store.space()
-            disk = Disk(free=free, total=total, pending=collecting.pending_bytes(db))
+            disk = self._disk(db)
             return explaining.explain(collecting.candidates(db), row, policy, rows.clock_us(db), disk)
 
-    def prune(self, verdicts: Sequence[Verdict], stopped: Callable[[], bool] = never) -> list[Verdict]:
-        """Marks the rows of a prune plan STALE and gives those it marked. A row that was used, pinned or leased since the
-        plan stays ACTIVE. If it is interrupted, or `stopped` says so between two batches, the rows of whole batches are marked
-        and the next run does the rest.
+    def _disk(self, db: Any) -> Disk:
+        free, total = self._store.space()
+        return Disk(free=free, total=total, pending=collecting.pending_bytes(db))
+
+    def prune(self, verdicts: Sequence[Verdict], stopped: Callable[[], bool] = not_stopped) -> list[Verdict]:
+        """Marks the rows of a prune plan STALE, and gives those that it marked. A row that was used, pinned or leased since the
+        plan stays ACTIVE. If the run is interrupted, or `stopped` gives True between two batches, the rows of complete batches
+        are marked, and the next run marks the others.
 
         Raises:
             Busy: another run is under way, or took over.
             DatabaseUnavailable: the database failed; what was committed stays marked.
         """
         marked: list[Verdict] = []
-        pace = _Pace(self._database.dialect)
-        with self.only_run() as fence:
+        sizer = BatchSizer(self._database.dialect)
+        with self._lease.held() as fence:
             run_no = self._start("prune")
             try:
                 # Newest first: a delta is marked before its parent, or with it.
-                for batch in pace.batches(sorted(verdicts, key=lambda v: -v.row.ckpt_no)):
+                for batch in sizer.batches(sorted(verdicts, key=lambda v: -v.row.ckpt_no)):
                     if stopped():
                         break
-                    with pace.timed():
+                    with sizer.timed():
                         marked += self._mark(run_no, fence, batch, len(marked))
             finally:
                 with self._database.write() as db:
@@ -160,12 +161,12 @@ class Collector:
         return [verdict for verdict in verdicts if verdict.row.ckpt_no in numbers]
 
     def _mark(self, run_no: int, fence: int, batch: Sequence[Verdict], first: int) -> list[Verdict]:
-        """One transaction: the rows of a batch that nothing happened to, and their record."""
+        """One transaction: marks the rows of a batch that did not change since the plan, and records them."""
         with self._database.write() as db:
-            renew(db, fence)
+            self._lease.renew(db, fence)
             numbers = collecting.mark_untouched(db, {v.row: v.stale_reason for v in batch})
             done = [v for v in batch if v.row.ckpt_no in numbers]
-            coordination.add_run_items(db, run_no, first, [(_marked(v), "marked") for v in done])
+            coordination.add_run_items(db, run_no, first, [_marked(v) for v in done])
             self._context.hook("marked")
         return done
 
@@ -173,28 +174,28 @@ class Collector:
 
     def plan(
         self,
+        policy: Policy = _DEFAULT_POLICY,
         *,
-        stale_grace_s: float = DEFAULT_STALE_GRACE_S,
-        ghost_grace_s: float = DEFAULT_GHOST_GRACE_S,
-        at_once: bool = False,
+        skip_grace: bool = False,
         only: Collection[GcKind] | None = None,
         force: str | None = None,
     ) -> GcPlan:
-        """What gc would do: STALE rows past their grace, files without a row and temporaries past theirs, ACTIVE rows whose
-        file is gone. Reads only. Foreign things in the store are named as findings and never touched.
+        """What gc would do: delete STALE rows that are older than the policy's `stale_grace_s`, ghosts and temporaries that are
+        older than its `ghost_grace_s`, and mark ACTIVE rows whose file is gone. Reads only. Other programs' files in the store
+        are listed as findings and never touched.
 
-        A ghost goes when it is older than the grace and an earlier run saw it; with `at_once` the first run takes it. A
-        temporary whose process is known to live stays, one whose process is known to be gone goes. `only` these kinds.
-        `force` with the registry's id overrides a refusal.
+        A ghost is deleted when it is older than its grace period and an earlier run saw it. With `skip_grace` no earlier run
+        need have seen it, and files in quarantine are deleted at any age. A temporary is kept if its process is known
+        to live, and deleted at any age if its process is known to be gone. `only` limits the plan to these kinds. `force`,
+        given the registry's id, overrides a refusal.
 
         Raises:
-            StoreMismatch: what was seen suggests that store and database do not belong together, or that the store is
-                not there (not mounted).
-            StoreUnavailable: the store cannot be walked in full.
+            StoreMismatch: the rows and files suggest that store and database do not belong together, or that the store is
+                not mounted.
+            StoreUnavailable: a folder of the store cannot be read.
             DatabaseUnavailable: the database cannot be read.
         """
-        planner = Planner(self._context, stale_grace_s=stale_grace_s, ghost_grace_s=ghost_grace_s, at_once=at_once)
-        return planner.plan(only, force)
+        return Planner(self._context, policy, skip_grace=skip_grace).plan(only, force)
 
     def run(
         self,
@@ -202,125 +203,135 @@ class Collector:
         *,
         max_duration_s: float | None = None,
         max_delete: int | None = None,
-        stopped: Callable[[], bool] = never,
+        stopped: Callable[[], bool] = not_stopped,
     ) -> GcReport:
-        """Carries a plan out. What was used, pinned, leased or registered since the plan survives; one file that cannot be
-        deleted is reported and does not stop the rest. Interrupted at any point, the next run finishes the work.
-        After `max_duration_s`, or when `stopped` says so, no new batch begins, and at most `max_delete` items are worked on.
+        """Carries a plan out. Items that were used, pinned, leased or registered since the plan are kept. A file that cannot be
+        deleted is reported and does not stop the others. If the run is interrupted at any point, the next run finishes it.
+        No new batch begins after `max_duration_s`, or when `stopped` gives True; at most `max_delete` items are handled.
 
         Raises:
             Busy: another run is under way, or took over.
-            DatabaseUnavailable: the database failed; files of rows that were deleted are collected by the next run.
+            DatabaseUnavailable: the database failed; the next run deletes the files of rows that were deleted.
         """
-        progress, pace, started = _Progress(), _Pace(self._database.dialect), time.monotonic()
-        with self.only_run() as fence:
-            self._store.claim(self._context.registry_id)  # an unmarked store gets here by force only, or empty
+        progress, sizer, started = _Progress(), BatchSizer(self._database.dialect), time.monotonic()
+        with self._lease.held() as fence:
+            self._store.claim(self._context.registry_id)  # a store without a marker gets here by force only, or empty
             run_no = self._start("gc")
             try:
-                for batch in pace.batches(plan.items[:max_delete]):
+                for batch in sizer.batches(plan.items[:max_delete]):
                     if stopped() or (max_duration_s is not None and time.monotonic() - started >= max_duration_s):
                         break
-                    with pace.timed():
-                        results = self._take_rows(run_no, fence, batch, progress)
+                    with sizer.timed():
+                        changes = self._take_rows(run_no, fence, batch, progress)
                     self._context.hook("rows deleted")
-                    self._finish_all(results, progress)
-                self._remember(plan, progress)
+                    self._finish_all(batch, changes, progress)
+                self._record_ghosts(plan, progress)
             finally:
                 self._end(run_no, progress)
         return GcReport(
             run_no=run_no,
             done=tuple(progress.done),
-            freed_bytes=progress.freed,
+            freed_bytes=progress.freed_bytes,
             n_failed=progress.n_failed,
             n_left=len(plan.items) - len(progress.done),
         )
 
-    def _take_rows(
-        self, run_no: int, fence: int, batch: Sequence[GcItem], progress: _Progress
-    ) -> list[tuple[GcItem, str]]:
-        """One transaction: the record of the batch before; the rows of this one deleted or marked. Says of each item whether
-        its file may go.
-        """
-        missing = [i for i in batch if i.kind is GcKind.MISSING and self._store.is_gone(i.path)]
-        stale = [i.row for i in batch if i.row and i.kind is not GcKind.MISSING]
-        # Until the files are gone their bytes are in use, though no row counts them: a claim does.
-        claim = secrets.token_bytes(32)
+    def _take_rows(self, run_no: int, fence: int, batch: Sequence[GcItem], progress: _Progress) -> _RowChanges:
+        """One transaction: records the batch before, and deletes or marks the rows of this one."""
+        stale = {item.row: item for item in batch if item.row is not None and item.kind is not GcKind.MISSING}
+        gone = self._still_missing(batch)
+        claim = UnlinkClaim("gc")
         with self._database.write() as db:
-            renew(db, fence)
+            self._lease.renew(db, fence)
             self._record(db, run_no, progress)
-            named = collecting.known_paths(db, [i.path for i in batch if i.row is None])
-            # Pinned or leased: of a file that is gone nothing can be restored.
-            gone = {i.row.ckpt_no: i.path for i in missing if i.row}
-            marked = marks.mark_all_stale(db, gone, StaleReason.MISSING)
-            deleted = collecting.delete_untouched(db, stale)
-            results = [(item, _result(item, named, marked, deleted)) for item in batch]
-            freeing = sum(item.size_bytes for item, result in results if result == "file" and item.row)
-            coordination.take_claim(db, claim, self._holder, freeing, _LEASE_S)
+            changes = _RowChanges(
+                named=collecting.known_paths(db, [item.path for item in batch if item.row is None]),
+                marked=marks.mark_all_stale(db, gone, StaleReason.MISSING),
+                deleted=collecting.delete_untouched(db, list(stale)),
+            )
+            claim.take(db, sum(item.size_bytes for row, item in stale.items() if row.ckpt_no in changes.deleted))
         progress.n_recorded, progress.claim = len(progress.done), claim
-        return results
+        return changes
+
+    def _still_missing(self, batch: Sequence[GcItem]) -> dict[int, str]:
+        """The numbers and paths of the rows whose files are still gone. Pins and leases do not matter: such a checkpoint cannot
+        be restored.
+        """
+        missing = [(item.row.ckpt_no, item.path) for item in batch if item.row and item.kind is GcKind.MISSING]
+        return {number: path for number, path in missing if self._store.is_gone(path)}
 
     def _record(self, db: Any, run_no: int, progress: _Progress) -> None:
-        """Writes what was done and not yet recorded. What it says of is gone: its claim ends."""
+        """Records the results that have no record yet, and drops the claim on the bytes of their files."""
         coordination.add_run_items(db, run_no, progress.n_recorded, progress.done[progress.n_recorded :])
-        coordination.drop_claim(db, progress.claim, self._holder)
+        if progress.claim is not None:
+            progress.claim.drop(db)
 
-    def _finish_all(self, results: Sequence[tuple[GcItem, str]], progress: _Progress) -> None:
-        """Finishes the items of a batch. Interrupted, `progress` has what was done."""
-        done: dict[int, tuple[GcItem, str, int]] = {}
+    def _finish_all(self, batch: Sequence[GcItem], changes: _RowChanges, progress: _Progress) -> None:
+        """Deletes the files of a batch that may be deleted. If it is interrupted, `progress` has what was done."""
+        todo = [(item, changes.result(item)) for item in batch]
+        done: dict[int, GcResult] = {}
         try:
-            run_parallel(self._finish, results, _UNLINKS_AT_ONCE, done)
+            run_parallel(self._finish, todo, _UNLINK_THREADS, done)
         finally:
-            progress.add([done[at] for at in sorted(done)])
+            for at in sorted(done):
+                result, (item, decided) = done[at], todo[at]
+                progress.done.append(result)
+                kept = result.outcome in (GcOutcome.SKIPPED, GcOutcome.FAILED)
+                if decided is None and item.row is not None and kept:
+                    progress.left_behind.append(item)
 
-    def _finish(self, decided: tuple[GcItem, str]) -> tuple[GcItem, str, int]:
-        """Unlinks the file where it may go; gives what happened and the bytes freed."""
+    def _finish(self, decided: tuple[GcItem, GcResult | None]) -> GcResult:
         item, result = decided
-        if result != "file":
-            return item, result, 0
+        return self._delete_file(item) if result is None else result
+
+    def _delete_file(self, item: GcItem) -> GcResult:
+        """Unlinks the file of an item, or moves it to the quarantine."""
         try:
-            if item.mtime_ns is None:  # a row without a file: one that is there by now is somebody else's
+            if item.mtime_ns is None:  # the row had no file: a file that is there now belongs to another save
                 self._store.size(item.path)
-                return item, "deleted", 0
+                return GcResult(item=item, outcome=GcOutcome.DELETED)
             if item.kind is GcKind.UNREADABLE and not item.path.startswith(QUARANTINE):
-                aside = self._store.quarantine(item.path, mtime_ns=item.mtime_ns)
-                return item, _CHANGED if aside is None else f"quarantined as {aside}", 0
+                new_path = self._store.quarantine(item.path, mtime_ns=item.mtime_ns)
+                if new_path is None:
+                    return _skipped(item, _CHANGED)
+                return GcResult(item=item, outcome=GcOutcome.QUARANTINED, detail=new_path)
             size = self._store.remove(item.path, mtime_ns=item.mtime_ns)
         except (StoreUnavailable, UnsafePath) as error:
             log.warning("gc goes on without %s: %s", item.path, error)
-            return item, f"failed: {error}", 0
+            return GcResult(item=item, outcome=GcOutcome.FAILED, detail=str(error))
         if size is None:
-            return item, _CHANGED, 0
+            return _skipped(item, _CHANGED)
         self._context.hook("file deleted")
-        return item, "deleted", size
+        return GcResult(item=item, outcome=GcOutcome.DELETED, freed_bytes=size)
 
-    def _remember(self, plan: GcPlan, progress: _Progress) -> None:
-        """Notes the ghosts that are left, for the next run."""
-        gone = {item.path for item, result in progress.done if result.startswith(("deleted", "quarantined"))}
+    def _record_ghosts(self, plan: GcPlan, progress: _Progress) -> None:
+        """Records the ghosts that are left, for the next run."""
+        freed = (GcOutcome.DELETED, GcOutcome.QUARANTINED)
+        gone = {result.item.path for result in progress.done if result.outcome in freed}
         left = [item for item in (*plan.waiting, *plan.items) if item.row is None and item.path not in gone]
-        # The row of a file that could not be deleted, or that changed, is gone: it is a ghost that was seen, now.
-        stuck = [item for item, result in progress.done if item.row and result.startswith(("failed", _CHANGED))]
-        left += [replace(item, mtime_ns=at) for item in stuck if (at := self._modified_ns(item.path)) is not None]
+        # A file that could not be deleted, or that changed, has no row any more: it is a ghost, seen by this run.
+        dated = [(item, self._modified_ns(item.path)) for item in progress.left_behind]
+        left += [replace(item, mtime_ns=mtime_ns) for item, mtime_ns in dated if mtime_ns is not None]
         with self._database.write() as db:
-            named = collecting.known_paths(db, [item.path for item in left])  # somebody may have given it a row again
+            named = collecting.known_paths(db, [item.path for item in left])  # another process may have added a row
             collecting.note_ghosts(db, [item for item in left if item.path not in named])
 
     def _modified_ns(self, path: str) -> int | None:
         try:
             return self._store.modified_ns(path)
         except (StoreUnavailable, UnsafePath):
-            return None  # it is not among the files that a walk finds
+            return None  # it is not among the files that a walk lists
 
-    def sweep(self, policy: Policy, stopped: Callable[[], bool] = never) -> CollectionSummary:
-        """Prunes by the policy, then frees what is due: what a schedule does at each run. When `stopped` says so it ends after
-        the batch at hand.
+    def collect(self, policy: Policy, stopped: Callable[[], bool] = not_stopped) -> CollectionSummary:
+        """Prunes by a policy, then deletes what is due: one run of a schedule. When `stopped` gives True it ends after the
+        current batch.
 
         Raises:
             Busy: another run is under way.
             StoreMismatch, StoreUnavailable, DatabaseUnavailable: as `plan` and `run`.
         """
         marked = self.prune(self.plan_prune(policy), stopped)
-        plan = self.plan(stale_grace_s=policy.stale_grace_s, ghost_grace_s=policy.ghost_grace_s)
-        report = self.run(plan, stopped=stopped)
+        report = self.run(self.plan(policy), stopped=stopped)
         return CollectionSummary(
             n_marked=len(marked), n_items=len(report.done), n_failed=report.n_failed, freed_bytes=report.freed_bytes
         )
@@ -328,53 +339,29 @@ class Collector:
     # -- runs --------------------------------------------------------------------------------------------------------
 
     def runs(self, at_most: int = 20) -> list[GcRun]:
-        """The records of the last runs, newest first."""
+        """The records of the last runs, newest first.
+
+        Raises:
+            DatabaseUnavailable: the database cannot be read.
+        """
         with self._database.read() as db:
             return coordination.runs(db, at_most)
 
-    @contextmanager
-    def only_run(self) -> Iterator[int]:
-        """Holds the lease of whoever prunes or frees, over all hosts; gives its fence.
-
-        Raises:
-            Busy: another has it.
-        """
-        with self._database.write() as db:
-            fence = coordination.take_lease(db, _LEASE, self._holder, _LEASE_S)
-            holder, left = coordination.lease_holder(db, _LEASE)
-        if fence is None:
-            raise Busy(what="prune or gc", holder=holder, seconds_left=left)
-        try:
-            yield fence
-        finally:
-            with self._database.write() as db:
-                coordination.drop_lease(db, _LEASE, fence)
-
     def _start(self, kind: str) -> int:
         with self._database.write() as db:
-            return coordination.start_run(db, kind, self._holder)
+            return coordination.start_run(db, kind, self._lease.holder)
 
     def _end(self, run_no: int, progress: _Progress) -> None:
         with self._database.write() as db:
             self._record(db, run_no, progress)
             coordination.end_run(
-                db, run_no, n_items=len(progress.done), n_failed=progress.n_failed, freed_bytes=progress.freed
+                db, run_no, n_items=len(progress.done), n_failed=progress.n_failed, freed_bytes=progress.freed_bytes
             )
 
 
-def renew(db: Any, fence: int) -> None:
-    """Puts off the lease's expiry, in the transaction of the work.
-
-    Raises:
-        Busy: another took it.
-    """
-    if not coordination.renew_lease(db, _LEASE, fence, _LEASE_S):
-        holder, left = coordination.lease_holder(db, _LEASE)
-        raise Busy(what="prune or gc", holder=holder, seconds_left=left)
-
-
-def _marked(verdict: Verdict) -> GcItem:
-    return GcItem(
+def _marked(verdict: Verdict) -> GcResult:
+    """The record of a row that prune marked."""
+    item = GcItem(
         kind=GcKind.STALE,
         path=verdict.row.id,
         reason=verdict.rule,
@@ -382,11 +369,8 @@ def _marked(verdict: Verdict) -> GcItem:
         age_s=0.0,
         row=verdict.row,
     )
+    return GcResult(item=item, outcome=GcOutcome.MARKED)
 
 
-def _result(item: GcItem, named: set[str], marked: set[int], deleted: set[int]) -> str:
-    if item.row is None:
-        return "skipped: a row names it now" if item.path in named else "file"
-    if item.kind is GcKind.MISSING:
-        return "marked" if item.row.ckpt_no in marked else "skipped: back, or STALE, since the plan"
-    return "file" if item.row.ckpt_no in deleted else "skipped: used, pinned, leased or needed by a delta"
+def _skipped(item: GcItem, why: str) -> GcResult:
+    return GcResult(item=item, outcome=GcOutcome.SKIPPED, detail=why)

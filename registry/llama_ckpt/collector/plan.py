@@ -1,6 +1,6 @@
-"""What gc would do: the walk of the store held against the rows. Reads only.
+"""The plan of gc: compares the files of the store with the rows. Reads only.
 
-Rows are streamed and files held by their path alone, so that a store of a million rows is planned in some hundred megabytes.
+Rows are streamed, and of files only paths, sizes and times are kept: a store of a million rows takes some hundred megabytes.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from llama_ckpt.db import collecting, rows
 from llama_ckpt.errors import CorruptFile, StoreMismatch, StoreUnavailable, UnsafePath
 from llama_ckpt.formats import container
 from llama_ckpt.gc_values import FileRow, Finding, FindingKind, GcItem, GcKind, GcPlan, RowVersion
+from llama_ckpt.retention.policy import Policy
 from llama_ckpt.store import writers as owners
 from llama_ckpt.store.layout import Entry
 from llama_ckpt.store.writers import Owner
-from llama_ckpt.values import StaleReason, Status
+from llama_ckpt.values import US_PER_S, StaleReason, Status
 
-_FEW = 10  # below so many files a share says nothing
-_SHARE = 0.2
-_CLOCKS_APART_S = 300
-_S = 1_000_000
+_MIN_FILES_FOR_EVIDENCE = 10  # a share of fewer files says nothing
+_MAX_LOST_SHARE = 0.2
+_MAX_CLOCK_SKEW_S = 300
 
 
 @dataclass(slots=True, kw_only=True)
-class _Found:
-    """What the walk and the rows came to."""
+class _Comparison:
+    """The items that the comparison of files and rows gave, by kind."""
 
     now_us: int
     n_files: int
@@ -39,137 +39,144 @@ class _Found:
 
     @property
     def items(self) -> list[GcItem]:
-        # A delta before its parent: the database keeps a row that another one names.
+        # Deltas before their parents: the database refuses to delete a row that another row names.
         return [*reversed(self.stale), *self.missing, *self.ghosts]
 
 
 class Planner:
     """Plans gc over one registry's rows and files."""
 
-    def __init__(self, context: RegistryContext, *, stale_grace_s: float, ghost_grace_s: float, at_once: bool) -> None:
+    def __init__(self, context: RegistryContext, policy: Policy, *, skip_grace: bool) -> None:
         self._context = context
         self._store = context.store
-        self._stale_grace_s = stale_grace_s
-        self._ghost_grace_s = ghost_grace_s
-        self._at_once = at_once
+        self._stale_grace_s = policy.stale_grace_s
+        self._ghost_grace_s = policy.ghost_grace_s
+        self._skip_grace = skip_grace
 
     def plan(self, only: Collection[GcKind] | None, force: str | None) -> GcPlan:
         """As `Collector.plan`."""
         entries = list(self._store.walk())
         self._context.hook("walked")
-        found = self._compare(entries)
+        compared = self._compare(entries)
         if force != self._context.registry_id:
-            self._require_clock(found.now_us)
-            self._require_evidence(entries, found)
+            self._require_clock(compared.now_us)
+            self._require_evidence(entries, compared)
         foreign = [
             Finding(kind=FindingKind.FOREIGN, path=e.path, detail=e.detail, size_bytes=e.size_bytes)
             for e in entries
             if e.kind == "foreign"
         ]
+        # Ghosts of other kinds than `only` wait as well, so that the next run still knows that they were seen.
+        excluded = [ghost for ghost in compared.ghosts if only is not None and ghost.kind not in only]
         return GcPlan(
-            items=tuple(item for item in found.items if only is None or item.kind in only),
+            items=tuple(item for item in compared.items if only is None or item.kind in only),
             findings=tuple(foreign),
-            n_files=found.n_files,
-            n_rows=found.n_rows,
-            # What is due but not asked for waits as well, and is not forgotten.
-            waiting=(*found.waiting, *(ghost for ghost in found.ghosts if only is not None and ghost.kind not in only)),
+            n_files=compared.n_files,
+            n_rows=compared.n_rows,
+            waiting=(*compared.waiting, *excluded),
         )
 
-    def _compare(self, entries: Sequence[Entry]) -> _Found:
-        """One pass over the rows; what no row names is a ghost."""
+    def _compare(self, entries: Sequence[Entry]) -> _Comparison:
+        """One pass over the rows. A file that no row names is a ghost."""
         unnamed = {entry.path: entry for entry in entries if entry.kind != "foreign"}
         with self._context.database.read() as db:
-            found = _Found(now_us=rows.clock_us(db), n_files=len(entries))
+            compared = _Comparison(now_us=rows.clock_us(db), n_files=len(entries))
             seen = collecting.ghosts_seen(db)
             for row in collecting.stored_files(db):
-                found.n_rows += 1
+                compared.n_rows += 1
                 entry = unnamed.pop(row.file_path, None)
                 if row.status == Status.STALE:
-                    found.stale += self._stale_item(row, found.now_us, entry)
+                    compared.stale += self._stale_item(row, compared.now_us, entry)
                 elif entry is None and row.file_size > 0:
-                    found.missing += self._missing_item(row, found.now_us)
+                    compared.missing += self._missing_item(row, compared.now_us)
         for entry in unnamed.values():
-            self._judge_ghost(entry, found, seen)
-        return found
+            self._judge_ghost(entry, compared, seen)
+        return compared
 
     def _stale_item(self, row: FileRow, now_us: int, entry: Entry | None) -> Iterator[GcItem]:
-        age_s = (now_us - (row.stale_us or now_us)) / _S
-        leased = row.lease_until_us is not None and row.lease_until_us > now_us
-        # A file whose row says that it has none was about to be unlinked when its process was killed: nothing counts its bytes.
-        promised = entry is not None and row.file_size == 0
-        if leased or row.pinned or (age_s < self._stale_grace_s and not promised):
+        age_s = (now_us - (row.stale_us or now_us)) / US_PER_S
+        # The row says that it has no file, but there is one: a process was killed just before it unlinked the file. No row
+        # counts its bytes, so it is deleted without grace.
+        is_unlink_due = entry is not None and row.file_size == 0
+        if row.pinned or (row.lease_until_us or 0) > now_us:
+            return
+        if age_s < self._stale_grace_s and not is_unlink_due:
             return
         mtime_ns = None if entry is None else entry.mtime_ns
         if entry is None and row.file_size > 0 and not self._store.is_gone(row.file_path):
-            mtime_ns = self._store.modified_ns(row.file_path)  # it came after the walk
+            mtime_ns = self._store.modified_ns(row.file_path)  # it was saved after the walk
         unreadable = entry is not None and row.stale_reason == StaleReason.CORRUPT
-        kind = GcKind.UNREADABLE if unreadable else GcKind.STALE
-        yield _item(row, kind, f"STALE: {row.stale_reason}", age_s, row.file_size, mtime_ns)
+        kind, reason = GcKind.UNREADABLE if unreadable else GcKind.STALE, f"STALE: {row.stale_reason}"
+        yield _item(row, kind, reason=reason, age_s=age_s, size_bytes=row.file_size, mtime_ns=mtime_ns)
 
     def _missing_item(self, row: FileRow, now_us: int) -> Iterator[GcItem]:
-        # A file that was saved after the walk is not in it: the file itself decides.
+        # A file that was saved after the walk is not in it: look for the file itself.
         if self._store.is_gone(row.file_path):
-            yield _item(row, GcKind.MISSING, "its file is gone", (now_us - row.created_us) / _S, 0)
+            age_s = (now_us - row.created_us) / US_PER_S
+            yield _item(row, GcKind.MISSING, reason="its file is gone", age_s=age_s, size_bytes=0)
 
-    def _judge_ghost(self, entry: Entry, found: _Found, seen: Mapping[str, int]) -> None:
-        """Goes now, waits, or is nobody's business yet."""
-        # Whichever of the two clocks is behind decides: a ghost is never taken for older than it is.
-        now_ns = min(found.now_us * 1000, time.time_ns())
+    def _judge_ghost(self, entry: Entry, compared: _Comparison, seen: Mapping[str, int]) -> None:
+        """Adds a ghost to those that are due or to those that wait; to neither if it is too young or being written."""
+        # The clock that is behind decides, so that no ghost is taken for older than it is.
+        now_ns = min(compared.now_us * 1000, time.time_ns())
         age_s = max(0.0, (now_ns - entry.mtime_ns) / 1e9)  # clocks differ by less than a tick
         if entry.kind == "quarantined":
-            ghost = _ghost(entry, GcKind.UNREADABLE, "unreadable, in quarantine", age_s)
-            (found.ghosts if self._at_once or age_s >= self._stale_grace_s else found.waiting).append(ghost)
+            ghost = _ghost(entry, GcKind.UNREADABLE, reason="unreadable, in quarantine", age_s=age_s)
+            is_due = self._skip_grace or age_s >= self._stale_grace_s
+            (compared.ghosts if is_due else compared.waiting).append(ghost)
             return
         owner = owners.ask(entry.owner)
         if owner is Owner.ALIVE:
             return  # a slow writer, however old its file
         if entry.kind == "temporary" and owner is Owner.GONE:
-            found.ghosts.append(_ghost(entry, GcKind.TEMPORARY, "a write whose process is gone", age_s))
+            compared.ghosts.append(_ghost(entry, GcKind.TEMPORARY, reason="a write whose process is gone", age_s=age_s))
         elif age_s >= self._ghost_grace_s:
-            ghost = self._orphan(entry, age_s)
-            due = self._at_once or seen.get(entry.path) == entry.mtime_ns
-            (found.ghosts if due else found.waiting).append(ghost)
+            is_due = self._skip_grace or seen.get(entry.path) == entry.mtime_ns
+            (compared.ghosts if is_due else compared.waiting).append(self._orphan(entry, age_s))
 
     def _orphan(self, entry: Entry, age_s: float) -> GcItem:
         if entry.kind == "temporary":
-            return _ghost(entry, GcKind.TEMPORARY, "a write that never ended", age_s)
+            return _ghost(entry, GcKind.TEMPORARY, reason="a write that never ended", age_s=age_s)
+        kind, reason = GcKind.ORPHAN, "no row names it"
         try:
             container.read_header(memoryview(self._store.head(entry.path)), entry.path, entry.size_bytes)
         except CorruptFile as error:
-            return _ghost(entry, GcKind.UNREADABLE, f"no row names it, and {error.values['reason']}"[:400], age_s)
+            kind, reason = GcKind.UNREADABLE, f"no row names it, and {error.values['reason']}"
         except (StoreUnavailable, UnsafePath) as error:
-            return _ghost(entry, GcKind.ORPHAN, f"no row names it; it cannot be opened: {error}"[:400], age_s)
-        return _ghost(entry, GcKind.ORPHAN, "no row names it", age_s)
+            reason = f"no row names it; it cannot be opened: {error}"
+        return _ghost(entry, kind, reason=reason[:400], age_s=age_s)
 
     # -- evidence ------------------------------------------------------------------------------------------------------
 
-    def _require_evidence(self, entries: Sequence[Entry], found: _Found) -> None:
+    def _require_evidence(self, entries: Sequence[Entry], compared: _Comparison) -> None:
         registry_id, root, owner = self._context.registry_id, self._store.root, self._store.owner()
-        n_ghosts, n_missing = len(found.ghosts) + len(found.waiting), len(found.missing)
+        n_ghosts, n_missing = len(compared.ghosts) + len(compared.waiting), len(compared.missing)
         n_files = len(entries)
         evidence = None
         if owner not in (None, registry_id):
             evidence = f"the store {root} belongs to registry {owner}, this database is registry {registry_id}"
-        elif found.n_rows and owner is None:
-            evidence = f"{found.n_rows} rows name files, but {root} bears no marker of this registry: is it mounted?"
-        elif not found.n_rows and n_files >= _FEW:
+        elif compared.n_rows and owner is None:
+            evidence = (
+                f"{compared.n_rows} rows name files, but {root} contains no marker of this registry: is it mounted?"
+            )
+        elif not compared.n_rows and n_files >= _MIN_FILES_FOR_EVIDENCE:
             evidence = f"the registry is empty, but {root} has {n_files} files: is this the right database?"
-        elif n_ghosts >= _FEW and n_ghosts > _SHARE * n_files:
+        elif n_ghosts >= _MIN_FILES_FOR_EVIDENCE and n_ghosts > _MAX_LOST_SHARE * n_files:
             evidence = f"{n_ghosts} of {n_files} files would go as ghosts: is this the right database?"
-        elif n_missing >= _FEW and n_missing > _SHARE * found.n_rows:
-            evidence = f"the files of {n_missing} of {found.n_rows} rows are gone: is all of {root} mounted?"
+        elif n_missing >= _MIN_FILES_FOR_EVIDENCE and n_missing > _MAX_LOST_SHARE * compared.n_rows:
+            evidence = f"the files of {n_missing} of {compared.n_rows} rows are gone: is all of {root} mounted?"
         if evidence:
             raise StoreMismatch(evidence=evidence, registry_id=registry_id)
 
     def _require_clock(self, now_us: int) -> None:
-        apart_s = time.time() - now_us / _S
-        if abs(apart_s) > _CLOCKS_APART_S:
-            evidence = f"this host's clock is {apart_s:+.0f} s from the database's, and files are aged by it"
+        skew_s = time.time() - now_us / US_PER_S
+        if abs(skew_s) > _MAX_CLOCK_SKEW_S:
+            evidence = f"this host's clock is {skew_s:+.0f} s from the database's, and files are aged by it"
             raise StoreMismatch(evidence=evidence, registry_id=self._context.registry_id)
 
 
 def _item(
-    row: FileRow, kind: GcKind, reason: str, age_s: float, size_bytes: int, mtime_ns: int | None = None
+    row: FileRow, kind: GcKind, *, reason: str, age_s: float, size_bytes: int, mtime_ns: int | None = None
 ) -> GcItem:
     return GcItem(
         kind=kind,
@@ -182,7 +189,7 @@ def _item(
     )
 
 
-def _ghost(entry: Entry, kind: GcKind, reason: str, age_s: float) -> GcItem:
+def _ghost(entry: Entry, kind: GcKind, *, reason: str, age_s: float) -> GcItem:
     return GcItem(
         kind=kind, path=entry.path, reason=reason, size_bytes=entry.size_bytes, age_s=age_s, mtime_ns=entry.mtime_ns
     )

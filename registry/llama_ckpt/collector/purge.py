@@ -1,31 +1,27 @@
-"""Purging: rows and files that go now, without grace, and the proof that they are gone. For whoever must forget an input."""
+"""`Purger`: deletes rows and files at once, without grace, and proves that they are gone. For inputs that must be forgotten."""
 
 from __future__ import annotations
 
-import secrets
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from llama_ckpt.collector.collector import Collector, renew
+from llama_ckpt.collector.lease import RunLease
 from llama_ckpt.context import RegistryContext
-from llama_ckpt.db import collecting, coordination
+from llama_ckpt.db import collecting
+from llama_ckpt.db.coordination import UnlinkClaim
 from llama_ckpt.errors import BadInput, CorruptFile, StoreUnavailable, UnsafePath
 from llama_ckpt.formats import container
 from llama_ckpt.gc_values import RowVersion
+from llama_ckpt.store.layout import Entry
 
-_CLAIM_S = 600.0
-_HOLDER = f"purge on {socket.gethostname()[:60]}"
-
-
-# In one transaction: others write in between.
-_AT_ONCE = 2000
+# Rows of one transaction: other processes write between two of them.
+_BATCH_ROWS = 2000
 Row = tuple[RowVersion, str]  # with the path of its file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purge:
-    """What is to go: the checkpoints of one input, one label or one model's name, or `everything`. One of them is given.
+    """Which checkpoints to purge: those of one input, one label or one model's name, or `everything`. Give exactly one.
 
     Raises:
         BadInput: none or several are given.
@@ -45,7 +41,7 @@ class Purge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PurgeReport:
-    """What went, and that a second look found nothing of it. `n_ghosts` of the files had no row."""
+    """What a purge deleted. A second look at rows and files found nothing left of it. `n_ghosts` of the files had no row."""
 
     n_rows: int
     n_files: int
@@ -54,14 +50,15 @@ class PurgeReport:
 
 
 class Purger:
-    """Deletes rows with their files, whatever pins, leases and graces say; and the deltas that need them."""
+    """Deletes rows with their files, and the deltas that need them. Pins, leases and grace periods do not protect them."""
 
     def __init__(self, context: RegistryContext) -> None:
         self._context = context
         self._database, self._store = context.database, context.store
+        self._lease = RunLease(context.database)
 
     def plan(self, purge: Purge) -> list[Row]:
-        """The rows that would go, with their files' paths, deltas before what they need. Reads only.
+        """The rows that a purge would delete, with their files' paths, deltas before their parents. Reads only.
 
         Raises:
             DatabaseUnavailable: the database cannot be read.
@@ -70,9 +67,9 @@ class Purger:
             return collecting.purgeable(db, purge.input_hash, purge.label, purge.model_name)
 
     def run(self, purge: Purge) -> PurgeReport:
-        """Deletes files and rows, then looks again. The rows go STALE first and are deleted last: interrupted, or where a file
-        cannot be deleted, they still say what is to go, and the next run finishes it, as gc does. A reader that has a file
-        open keeps reading it; the bytes are freed when it closes.
+        """Deletes files and rows, then looks for them again. The rows are marked STALE first and deleted last. So if the purge
+        is interrupted, or a file cannot be deleted, the rows still name what is left, and the next purge or gc deletes it.
+        A reader that has a file open can read it to the end; its bytes are freed when the reader closes it.
 
         Raises:
             Busy: prune or gc is under way.
@@ -80,15 +77,15 @@ class Purger:
             DatabaseUnavailable: the database failed.
         """
         self._context.require_store()
-        with Collector(self._context).only_run() as fence:
-            claim = secrets.token_bytes(32)
+        with self._lease.held() as fence:
+            claim = UnlinkClaim("purge")
             rows = self._condemn(purge, claim, fence)
             self._context.hook("rows condemned")
             freed = self._unlink([path for _, path in rows])
             self._context.hook("files deleted")
             self._delete(rows, fence)
             with self._database.write() as db:
-                coordination.drop_claim(db, claim, _HOLDER)
+                claim.drop(db)
             self._context.hook("rows deleted")
             paths = list(self._ghosts(purge))
             ghosts = self._unlink(paths)
@@ -99,62 +96,65 @@ class Purger:
             n_rows=len(rows), n_files=sum(map(bool, freed)), n_ghosts=len(ghosts), freed_bytes=sum(freed) + sum(ghosts)
         )
 
-    def _condemn(self, purge: Purge, claim: bytes, fence: int) -> list[Row]:
-        """The rows, deltas before what they stand on, of which nobody makes use from here on. A claim counts their bytes until
-        they are freed.
+    def _condemn(self, purge: Purge, claim: UnlinkClaim, fence: int) -> list[Row]:
+        """Marks the rows STALE and without a file, so that no process uses them any more. Gives them, deltas before their
+        parents. The claim counts their bytes until the files are deleted.
         """
         rows: dict[int, Row] = {}
         n_bytes = 0
-        while more := [row for row in self.plan(purge) if row[0].ckpt_no not in rows]:  # a delta may be added meanwhile
-            for some in _batches(more):
+        # Until no new rows are found: another process may add a delta in between.
+        while added := [row for row in self.plan(purge) if row[0].ckpt_no not in rows]:
+            for batch in _batches(added):
                 with self._database.write() as db:
-                    renew(db, fence)
-                    n_bytes += collecting.condemn(db, [row.ckpt_no for row, _ in some])
-                    coordination.take_claim(db, claim, _HOLDER, n_bytes, _CLAIM_S)
-                rows |= {row[0].ckpt_no: row for row in some}
+                    self._lease.renew(db, fence)
+                    n_bytes += collecting.condemn(db, [row.ckpt_no for row, _ in batch])
+                    claim.take(db, n_bytes)
+                rows |= {row[0].ckpt_no: row for row in batch}
         return [rows[number] for number in sorted(rows, reverse=True)]
 
     def _delete(self, rows: Sequence[Row], fence: int) -> None:
-        for some in _batches(rows):
+        for batch in _batches(rows):
             with self._database.write() as db:
-                renew(db, fence)
-                collecting.delete_rows(db, [row.ckpt_no for row, _ in some])
+                self._lease.renew(db, fence)
+                collecting.delete_rows(db, [row.ckpt_no for row, _ in batch])
 
     def _unlink(self, paths: Sequence[str]) -> list[int]:
-        """Deletes files and gives their bytes. One that cannot be deleted stops none of the others, and is told then."""
-        freed, stuck = [], []
+        """Deletes files and gives the bytes of each.
+
+        Raises:
+            StoreUnavailable: some could not be deleted; the others are.
+        """
+        freed, failures = [], []
         for path in paths:
             try:
                 freed.append(self._store.remove(path) or 0)
             except UnsafePath:
-                freed.append(0)  # no file of ours can be there, and what is there is not ours
+                freed.append(0)  # this registry writes no file there, so a file there is another program's
             except StoreUnavailable as error:
-                stuck.append(str(error))
-        if stuck:
-            reason = f"{len(stuck)} file(s) could not be deleted, such as: {stuck[0]}. Purge again"
+                failures.append(str(error))
+        if failures:
+            reason = f"{len(failures)} file(s) could not be deleted, such as: {failures[0]}. Purge again"
             raise StoreUnavailable(path=self._store.root, reason=reason)
         return freed
 
     def _ghosts(self, purge: Purge) -> Iterator[str]:
-        """Files without a row that are of what is purged, as far as their headers tell; with `everything` all of them."""
+        """Files without a row whose headers say that they are to be purged; with `everything` all files without a row."""
         entries = [entry for entry in self._store.walk() if entry.kind != "foreign"]
         with self._database.read() as db:
             named = collecting.known_paths(db, [entry.path for entry in entries])
             digests = collecting.fingerprints_of(db, purge.model_name) if purge.model_name else set()
         for entry in entries:
-            if entry.path in named:
-                continue
-            if purge.everything:
+            if entry.path not in named and (purge.everything or self._is_of(purge, digests, entry)):
                 yield entry.path
-                continue
-            try:
-                header, _ = container.read_header(
-                    memoryview(self._store.head(entry.path)), entry.path, entry.size_bytes
-                )
-            except (CorruptFile, StoreUnavailable, UnsafePath):
-                continue  # it tells nothing of itself: gc's
-            if header.input_hash == purge.input_hash or header.fingerprint in digests:
-                yield entry.path
+
+    def _is_of(self, purge: Purge, digests: set[bytes], entry: Entry) -> bool:
+        """Whether the header of a file names the input, or a model of the purge (`digests`)."""
+        try:
+            head = memoryview(self._store.head(entry.path))
+            header, _ = container.read_header(head, entry.path, entry.size_bytes)
+        except (CorruptFile, StoreUnavailable, UnsafePath):
+            return False  # without a header it is gc's to delete
+        return header.input_hash == purge.input_hash or header.fingerprint in digests
 
     def _prove(self, purge: Purge, paths: Sequence[str]) -> None:
         left = [path for _, path in self.plan(purge)]
@@ -168,4 +168,4 @@ class Purger:
 
 
 def _batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    return (rows[at : at + _AT_ONCE] for at in range(0, len(rows), _AT_ONCE))
+    return (rows[at : at + _BATCH_ROWS] for at in range(0, len(rows), _BATCH_ROWS))

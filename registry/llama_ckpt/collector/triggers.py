@@ -1,5 +1,7 @@
-"""When a schedule runs: every so often, or by a five-field cron expression. The cron fields are read here, by cron's own rules:
-APScheduler counts weekdays from Monday and joins day and weekday by "and", cron counts from Sunday and joins them by "or".
+"""`Trigger`: when a schedule runs, by an interval or a five-field cron expression.
+
+The cron fields are parsed here, by cron's own rules. APScheduler counts weekdays from Monday and joins day and weekday by "and";
+cron counts them from Sunday and joins them by "or".
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 from llama_ckpt.config import seconds
 from llama_ckpt.errors import BadInput
 
-# A run reads every row and lists every file: more often than each second it would do nothing else.
+# A run reads every row and lists every file: with a shorter interval a process would do nothing else.
 MIN_EVERY_S = 1.0
 MAX_EVERY_S = 366 * 86_400.0
 MAX_JITTER_S = 86_400.0
@@ -25,7 +27,7 @@ _STEP = re.compile(r"(\*|[0-9a-z]{1,3}(?:-[0-9a-z]{1,3})?)(?:/([0-9]{1,2}))?", r
 
 @dataclass(frozen=True, slots=True)
 class CronField:
-    """One field: the values it allows, in order, and whether it begins with `*`, which to cron is no restriction."""
+    """One field: the values it allows, in order, and whether it starts with `*`, which for cron is no restriction."""
 
     values: tuple[int, ...]
     star: bool
@@ -33,7 +35,7 @@ class CronField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cron:
-    """The five fields of a cron expression. Weekdays count from 0, Sunday."""
+    """The five fields of a cron expression. Weekdays count from 0, which is Sunday."""
 
     minute: CronField
     hour: CronField
@@ -43,13 +45,13 @@ class Cron:
 
     @property
     def either_day(self) -> bool:
-        """Whether day and weekday are both restricted: then it runs on the days that either allows."""
+        """Whether day and weekday are both restricted. Then it runs on the days that one of them allows."""
         return not self.day.star and not self.weekday.star
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trigger:
-    """When to run: every `every_s` seconds, or by `cron`, in the machine's time zone. `spec` is what the user wrote."""
+    """When to run: every `every_s` seconds, or by `cron` in the machine's time zone. `spec` is the user's text."""
 
     spec: str
     every_s: float | None = None
@@ -57,10 +59,10 @@ class Trigger:
 
     @classmethod
     def of(cls, *, every: str | None = None, cron: str | None = None) -> Trigger:
-        """A trigger of the one that is given: a duration such as `15m`, or a cron expression such as `17 3 * * mon-fri`.
+        """A trigger by a duration such as `15m`, or by a cron expression such as `17 3 * * mon-fri`. Give one of them.
 
         Raises:
-            BadInput: both or neither is given, or it cannot be read, or names no time at all.
+            BadInput: both or neither is given, or it cannot be parsed, or no date ever matches it.
         """
         if every is not None and cron is None:
             every_s = seconds(every, "--every")
@@ -77,10 +79,10 @@ class Trigger:
         )
 
     def jitter_s(self, wanted_s: float | None) -> float:
-        """The longest random delay of a run: what is wanted, else a tenth of the interval and a minute at most.
+        """The longest random delay of a run in seconds: `wanted_s`, or if it is None a tenth of the interval, at most a minute.
 
         Raises:
-            BadInput: it is longer than the interval, or than a day.
+            BadInput: it is longer than the interval or a day.
         """
         longest = min(self.every_s or MAX_JITTER_S, MAX_JITTER_S)
         if wanted_s is None:
@@ -90,10 +92,10 @@ class Trigger:
         return wanted_s
 
     def build(self, jitter_s: float) -> Any:
-        """The same as an APScheduler trigger.
+        """The same trigger as an object of APScheduler.
 
         Raises:
-            BadInput: the machine's time zone cannot be told.
+            BadInput: the machine's time zone is not known.
         """
         from apscheduler.triggers.combining import OrTrigger
         from apscheduler.triggers.cron import CronTrigger
@@ -106,24 +108,23 @@ class Trigger:
         names = ("minute", "hour", "day", "month")
         fields = {name: _listed(getattr(self.cron, name)) for name in names}
         week = {"day_of_week": _listed(self.cron.weekday, WEEKDAYS)}
-        ways = [{**fields, **week}]
+        alternatives = [{**fields, **week}]
         if self.cron.either_day:
-            ways = [fields, {**fields, **week, "day": "*"}]
-        return OrTrigger([CronTrigger(**way, timezone=zone) for way in ways], jitter=jitter_s)
+            alternatives = [fields, {**fields, **week, "day": "*"}]
+        return OrTrigger([CronTrigger(**each, timezone=zone) for each in alternatives], jitter=jitter_s)
 
 
 def local_zone() -> Any:
-    """The machine's time zone, by TZ or the system's setting.
+    """The machine's time zone, by the variable TZ or the system's setting.
 
     Raises:
-        BadInput: it names one that is not known.
+        BadInput: it names a zone that is not known.
     """
     from tzlocal import reload_localzone
 
     try:
-        with (
-            warnings.catch_warnings()
-        ):  # without any setting, as in many containers, it is UTC: cron takes it so as well
+        with warnings.catch_warnings():
+            # Without a setting, as in many containers, it is UTC, for cron as well.
             warnings.filterwarnings("ignore", message="Can not find any timezone")
             return reload_localzone()
     except (LookupError, ValueError, OSError) as error:
@@ -135,7 +136,7 @@ def parse_cron(text: str) -> Cron:
     """The fields of a cron expression: minute, hour, day, month, weekday; each `*`, numbers, ranges, steps, lists, names.
 
     Raises:
-        BadInput: it is none.
+        BadInput: it is no cron expression.
     """
     fields = text.lower().split()
     if len(fields) != 5:
@@ -151,29 +152,44 @@ def parse_cron(text: str) -> Cron:
 
 
 def _field(text: str, field: str, low: int, high: int, names: Sequence[str] = ()) -> CronField:
-    found: set[int] = set()
+    """The values of one field, whose numbers go from `low` to `high`; `text` is the complete expression."""
+    values: set[int] = set()
     for part in field.split(","):
-        match = _STEP.fullmatch(part)
-        span, step = (match[1], int(match[2] or 1)) if match else ("", 0)
-        if span == "*":
-            first, last = low, high if names is not WEEKDAYS else 6
-        else:
-            ends = [_number(end, low, names) for end in span.split("-")]
-            first, last = ends[0], ends[-1]
-            if names is WEEKDAYS and last == 0 < first and len(ends) == 2:
-                last = 7  # fri-sun: Sunday ends the week as well as it begins it
-            if match and match[2] and len(ends) == 1:
-                last = high  # 5/15 is 5-59/15
-        if step < 1 or not low <= first <= last <= high:
+        allowed = _values(part, low, high, names)
+        if not allowed:
             reason = f"{part!r} is no minute, hour, day, month or weekday in its place"
             raise BadInput(what="cron expression", value=text, reason=reason)
-        found.update(range(first, last + 1, step))
+        values.update(allowed)
     if names is WEEKDAYS:
-        found = {value % 7 for value in found}
-    return CronField(tuple(sorted(found)), field.startswith("*"))
+        values = {value % 7 for value in values}
+    return CronField(tuple(sorted(values)), field.startswith("*"))
+
+
+def _values(part: str, low: int, high: int, names: Sequence[str]) -> range:
+    """The values of one part of a field, such as `*/15`, `5`, `mon-fri`; an empty range if it cannot be parsed."""
+    nothing = range(0)
+    match = _STEP.fullmatch(part)
+    if match is None or (step := int(match[2] or 1)) < 1:
+        return nothing
+    first, last = _ends(match[1], low, high, names)
+    if "-" not in match[1] and match[1] != "*" and match[2]:
+        last = high  # 5/15 is 5-59/15
+    return range(first, last + 1, step) if low <= first <= last <= high else nothing
+
+
+def _ends(span: str, low: int, high: int, names: Sequence[str]) -> tuple[int, int]:
+    """The first and the last value of `*`, a value or a range."""
+    if span == "*":
+        return low, 6 if names is WEEKDAYS else high
+    first, *rest = (_number(end, low, names) for end in span.split("-"))
+    last = rest[0] if rest else first
+    if names is WEEKDAYS and rest and last == 0 < first:
+        last = 7  # fri-sun: Sunday is the last day of a week as well as the first
+    return first, last
 
 
 def _number(text: str, low: int, names: Sequence[str]) -> int:
+    """A number or a name as a number; -1 if it is neither."""
     if text in names:
         return names.index(text) + low
     return int(text) if text.isdecimal() else -1

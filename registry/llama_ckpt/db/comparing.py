@@ -1,4 +1,4 @@
-"""What differs between a database's schema and the one that this version expects, in sentences."""
+"""The differences between a database's schema and the one that this version expects, as sentences."""
 
 from __future__ import annotations
 
@@ -15,33 +15,32 @@ VIEW = "llama_checkpoint_v"
 
 
 def differences(db: sa.Connection) -> list[str]:
-    """A sentence for each table, column, index, constraint and view that is missing, or other than this version's, or not of
-    this version. Tables of others in the same database are none of ours. Reads only.
+    """A sentence for each table, column, index, constraint and view that is missing, differs, or is not part of this version's
+    schema. Ignores other programs' tables in the same database. Reads only.
     """
     options = {"version_table": VERSION_TABLE, "compare_type": True, "include_object": _is_ours}
     context = MigrationContext.configure(db, opts=options)
-    told = [
-        _said(difference) for difference in _each(compare_metadata(context, metadata)) if "comment" not in difference[0]
-    ]
-    return [*told, *_not_compared(sa.inspect(db))]
+    compared = _flattened(compare_metadata(context, metadata))
+    sentences = [_sentence(difference) for difference in compared if "comment" not in difference[0]]
+    return [*sentences, *_not_compared(sa.inspect(db))]
 
 
 def _is_ours(thing: Any, name: str | None, kind: str, reflected: bool, expected: Any) -> bool:
     return not (kind == "table" and reflected and expected is None)
 
 
-def _each(found: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    """Alembic tells what differs in one column as a list of its own."""
-    for difference in found:
+def _flattened(differences: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """Alembic gives the differences of one column as a nested list."""
+    for difference in differences:
         if isinstance(difference, list):
             yield from difference
         else:
             yield difference
 
 
-def _said(difference: tuple[Any, ...]) -> str:
-    """One difference in words. alembic tells what would make the database as expected: what is to be added is missing. What a DBA
-    comments is the DBA's.
+def _sentence(difference: tuple[Any, ...]) -> str:
+    """A sentence about one difference. Alembic gives the change that would make the schema as expected: what it would add is
+    missing.
     """
     verb, *about = difference
     if verb.startswith("modify_"):
@@ -56,10 +55,10 @@ def _said(difference: tuple[Any, ...]) -> str:
 
 
 def _not_compared(seen: sa.Inspector) -> Iterator[str]:
-    """What alembic does not compare: CHECK constraints, by name, and the view."""
-    there = set(seen.get_table_names())
+    """Sentences about the things that alembic does not compare: CHECK constraints, by name, and the view."""
+    tables = set(seen.get_table_names())
     for table in metadata.sorted_tables:
-        if table.name not in there:
+        if table.name not in tables:
             continue
         expected = {str(c.name) for c in table.constraints if isinstance(c, sa.CheckConstraint)}
         found = {str(c["name"]) for c in seen.get_check_constraints(table.name)}

@@ -1,4 +1,4 @@
-"""One database: its connections, its transactions, and the mapping of driver errors to ours, by code."""
+"""`Database`: connections, transactions, and the mapping of driver errors to those of llama-ckpt, by code."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from llama_ckpt.errors import BadInput, CommitOutcomeUnknown, Conflict, Database
 SUPPORTED = {"sqlite": "", "postgresql+psycopg": "postgres", "oracle+oracledb": "oracle"}
 _SHORT = {"postgresql": "postgresql+psycopg", "oracle": "oracle+oracledb"}
 _BUSY_TIMEOUT_S = 30
-# Of 4 KiB: 64 MiB. Keys are hashes, so each row changes pages all over the file; the more rows a checkpoint of the log carries
-# over, the fewer pages each of them costs. With SQLite's 1,000 the deletes of gc take twice as long among a million rows.
+# Pages of 4 KiB: 64 MiB. Keys are hashes, so rows change pages all over the file. The more rows one checkpoint of the log writes
+# back, the fewer pages it writes per row. With SQLite's default of 1,000, gc's deletes take twice as long among a million rows.
 _WAL_PAGES = 16_384
 _CONNECT_TIMEOUT_S = 10
 _CALL_TIMEOUT_S = 300
 _MOUNTS = Path("/proc/self/mountinfo")
 _CREATING = threading.Lock()
-# File systems on which SQLite's WAL cannot work: its shared memory needs one machine.
+# File systems on which SQLite's WAL cannot work, since it needs memory that all processes share.
 NETWORK = (
     "nfs",
     "nfs4",
@@ -44,7 +44,7 @@ NETWORK = (
     "fuse.sshfs",
 )
 
-Connection = sa.Connection  # by a name for those who import no SQLAlchemy
+Connection = sa.Connection  # for modules that must not import SQLAlchemy
 T = TypeVar("T")
 
 
@@ -52,10 +52,10 @@ class Database:
     """Connections to one database, named by an SQLAlchemy URL (`sqlite:///path`, `postgresql+psycopg://…`,
     `oracle+oracledb://…`). `password` is used where the URL has none.
 
-    Nothing is opened before the first transaction.
+    No connection is opened before the first transaction.
 
     Raises:
-        BadInput: the URL cannot be read, or names a database that llama-ckpt does not speak.
+        BadInput: the URL cannot be parsed, or names a database that llama-ckpt does not support.
         DatabaseUnavailable: its driver is not installed, or it is SQLite on a network file system.
     """
 
@@ -68,7 +68,7 @@ class Database:
 
     @property
     def shown_url(self) -> str:
-        """The URL for logs and messages: without the password."""
+        """The URL without the password, for logs and messages."""
         return _shown(self.url)
 
     @property
@@ -77,69 +77,69 @@ class Database:
         return self.url.get_backend_name()
 
     def exists(self) -> bool:
-        """Whether there is a database to ask; one on a server is taken to be there. Making a connection would make the file."""
+        """Whether the database exists; True for one on a server. Does not connect: on SQLite that would create the file."""
         return self.dialect != "sqlite" or Path(self.url.database or "").exists()
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """A connection for reading; nothing done on it is kept.
+        """A connection for reading. Nothing written on it is kept.
 
         Raises:
             DatabaseUnavailable: the database cannot be reached or read.
         """
-        with self._told(), self._engine.connect() as db:
+        with self._mapped_errors(), self._engine.connect() as db:
             yield db
 
-    def query(self, question: Callable[[sa.Connection], T]) -> T:
-        """The answer to a question that only reads. A connection that is lost on the way is made anew, once.
+    def query(self, read_rows: Callable[[sa.Connection], T]) -> T:
+        """The result of a function that only reads. If the connection is lost, it is called once more on a new one.
 
         Raises:
             DatabaseUnavailable: the database cannot be reached or read.
         """
         try:
             with self.read() as db:
-                return question(db)
+                return read_rows(db)
         except DatabaseUnavailable as error:
             if not _is_lost(error):
                 raise
             with self.read() as db:
-                return question(db)
+                return read_rows(db)
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sa.Connection]:
         """A transaction for writing: committed when the block ends, rolled back when it raises.
 
-        On SQLite it takes the write lock at the start, so that it never fails half-way for a lock.
+        On SQLite it takes the write lock at the start, so that it cannot fail for want of the lock half-way.
 
         Raises:
             Conflict: a unique key is taken.
-            CommitOutcomeUnknown: the connection was lost, or a call took too long, during the commit: all of the block
-                was kept, or will yet be, or nothing.
-            DatabaseUnavailable: the database cannot be reached or written otherwise; nothing of the block was kept.
+            CommitOutcomeUnknown: the connection was lost, or a call took too long, during the commit: either all of the block
+                is committed, now or shortly, or nothing.
+            DatabaseUnavailable: the database cannot be reached or written; nothing of the block was kept.
         """
         committing = False
         try:
-            with self._told(), self._writer.begin() as db:
+            with self._mapped_errors(), self._writer.begin() as db:
                 yield db
                 committing = True
         except DatabaseUnavailable as error:
-            # Of Oracle's failures few are known here to say that nothing was kept.
+            # Few of Oracle's errors are known here to mean that nothing was kept.
             if committing and (_is_lost(error) or self.dialect == "oracle"):
                 raise CommitOutcomeUnknown(**error.values) from error.__cause__
             raise
 
     @contextlib.contextmanager
     def migration(self) -> Iterator[sa.Connection]:
-        """A transaction for migrations. On SQLite foreign keys are off: a batch migration that re-creates a table
-        would otherwise delete the rows that refer to it.
+        """A transaction for migrations. On SQLite foreign keys are off: otherwise a batch migration that re-creates a table would
+        delete the rows that refer to it.
 
         Raises:
             DatabaseUnavailable: the database cannot be reached or written.
         """
         engine = _engine(self.url, foreign_keys=False, poolclass=sa.NullPool)
         try:
-            with self._told(), engine.execution_options(llama_ckpt_writer=True).begin() as db:
-                if self.dialect == "postgresql":  # two hosts that upgrade at once queue, as on SQLite
+            with self._mapped_errors(), engine.execution_options(llama_ckpt_writer=True).begin() as db:
+                if self.dialect == "postgresql":  # two hosts that upgrade at the same time queue, as on SQLite
                     db.execute(sa.text("SELECT pg_advisory_xact_lock(7133701)"))
                 yield db
         finally:
@@ -150,7 +150,8 @@ class Database:
         self._engine.dispose()
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _mapped_errors(self) -> Iterator[None]:
+        """Raises errors of llama-ckpt for those of SQLAlchemy and the driver."""
         try:
             yield
         except sa.exc.IntegrityError as error:
@@ -165,12 +166,16 @@ class Database:
 
 
 def _is_lost(error: DatabaseUnavailable) -> bool:
-    """Whether the connection is gone; else the database has answered."""
+    """Whether the connection was lost; otherwise the database has answered."""
     return bool(getattr(error.__cause__, "connection_invalidated", False))
 
 
 def sqlite_url(path: Path) -> str:
-    """The URL of the SQLite database in this file, with whatever needs it quoted."""
+    """The URL of the SQLite database in this file, quoted where a URL needs it.
+
+    Raises:
+        BadInput: the path is no text in UTF-8.
+    """
     try:
         path.as_posix().encode()
     except UnicodeEncodeError as error:
@@ -180,12 +185,16 @@ def sqlite_url(path: Path) -> str:
 
 
 def hide_password(url: str) -> str:
-    """A database URL for people: without the password."""
+    """A database URL without the password, for messages.
+
+    Raises:
+        BadInput: the URL cannot be parsed.
+    """
     return _shown(_parse(url))
 
 
 def _shown(url: URL) -> str:
-    """The URL with what its query or its user part may hold of secrets made unreadable."""
+    """The URL with the secrets in its user part and its query replaced by asterisks."""
     secret = {key: "***" for key in url.query if "pass" in key.lower() or "secret" in key.lower()}
     return url.update_query_dict(secret).render_as_string(hide_password=True)
 
@@ -194,7 +203,7 @@ def _parse(text: str) -> URL:
     try:
         url = make_url(text)
     except (sa.exc.ArgumentError, ValueError, TypeError) as error:
-        shown = text.split("@")[-1]  # what stands before an @ may be a password
+        shown = text.split("@")[-1]  # the part before an @ may be a password
         raise BadInput(
             what="database URL", value=shown, reason="expected e.g. sqlite:////path/registry.sqlite3"
         ) from error
@@ -218,10 +227,10 @@ def _engine(url: URL, *, foreign_keys: bool = True, **options: Any) -> sa.Engine
     name = url.get_backend_name()
     arguments: dict[str, Any] = {"timeout": _BUSY_TIMEOUT_S}
     if name != "sqlite":
-        # A pooled connection may have been closed by a firewall or a restart: it is tried before it is used.
+        # A firewall or a restart may have closed a pooled connection: it is tested before it is used.
         if options.get("poolclass") is None:
             options |= {"pool_pre_ping": True, "pool_recycle": 1800, "pool_timeout": 30}
-        # What the URL says goes before.
+        # Options of the URL override these.
         arguments = {key: value for key, value in _LIMITS[name].items() if key not in url.query}
     try:
         engine = sa.create_engine(url, connect_args=arguments, **options)
@@ -230,7 +239,7 @@ def _engine(url: URL, *, foreign_keys: bool = True, **options: Any) -> sa.Engine
     except ModuleNotFoundError as error:
         reason = f"{error}; install it with: pip install 'llama-ckpt[{SUPPORTED[url.drivername]}]'"
         raise DatabaseUnavailable(url=_shown(url), reason=reason) from error
-    if name != "sqlite" and options.get("poolclass") is None:  # a migration takes as long as it takes
+    if name != "sqlite" and options.get("poolclass") is None:  # no limit for a migration
         _limit_waits(engine)
     if name == "sqlite":
         _require_local(Path(url.database or ""))
@@ -238,8 +247,8 @@ def _engine(url: URL, *, foreign_keys: bool = True, **options: Any) -> sa.Engine
     return engine
 
 
-# Nobody waits for a server that has gone without a word: what is sent and not confirmed for a minute ends the connection, and
-# an idle one is asked whether it is still there.
+# So that no process waits for a server that is gone: data that is not acknowledged for a minute ends the connection, and idle
+# connections are probed.
 _LIMITS: dict[str, dict[str, Any]] = {
     "postgresql": {
         "connect_timeout": _CONNECT_TIMEOUT_S,
@@ -253,8 +262,8 @@ _LIMITS: dict[str, dict[str, Any]] = {
 
 
 def _limit_waits(engine: sa.Engine) -> None:
-    """A host that hangs or dies in the middle of a transaction holds nobody up for long: whoever waits for its locks is told so,
-    and the server ends what does nothing. SQLite has its busy timeout.
+    """Limits how long a host that hangs or dies in a transaction blocks others: a wait for its locks ends with an error, and the
+    server ends idle transactions. SQLite has its busy timeout.
     """
 
     @sa.event.listens_for(engine, "connect")
@@ -280,7 +289,7 @@ def _require_local(path: Path) -> None:
 
 
 def file_system_of(path: Path, mountinfo: str) -> str | None:
-    """The type of the file system that holds `path`, by the text of Linux's /proc/self/mountinfo; None: unknown."""
+    """The type of the file system that `path` is on, by the text of Linux's /proc/self/mountinfo; None: unknown."""
     best: tuple[int, str] | None = None
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
@@ -294,14 +303,14 @@ def file_system_of(path: Path, mountinfo: str) -> str | None:
 
 
 def _tune_sqlite(engine: sa.Engine, path: Path, foreign_keys: bool) -> None:
-    """Transactions begun by us (sqlite3's own begin late, and then fail at once when another writes), WAL, 0600."""
+    """Sets WAL and mode 0600, and begins transactions itself: those of sqlite3 begin late, and then fail if another writes."""
 
     @sa.event.listens_for(engine, "do_connect")
     def private_file(*_: Any) -> None:
-        # SQLite would create it by the umask; the WAL files take over the mode of the main file. Only a file that is new
-        # may be opened here, and by nobody else meanwhile: closing any descriptor of a file drops all locks that this
-        # process has on it (fcntl, POSIX). Another process that closes the database then takes itself for the last one,
-        # and deletes the write-ahead log under us. https://sqlite.org/howtocorrupt.html, section 2.2
+        # SQLite would create it by the umask; the WAL files get the mode of the main file. Only a new file may be opened here,
+        # and not while another thread opens it: closing any descriptor of a file drops all locks that this process has on it
+        # (fcntl, POSIX). Another process that closes the database would then take itself for the last one, and delete the
+        # write-ahead log that this one uses. https://sqlite.org/howtocorrupt.html, section 2.2
         with _CREATING, contextlib.suppress(OSError):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDONLY, 0o600))
 
@@ -310,7 +319,7 @@ def _tune_sqlite(engine: sa.Engine, path: Path, foreign_keys: bool) -> None:
         connection.isolation_level = None
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA foreign_keys = {'ON' if foreign_keys else 'OFF'}")
-        with contextlib.suppress(sqlite3.OperationalError):  # a read-only file stays in the mode it has
+        with contextlib.suppress(sqlite3.OperationalError):  # a read-only file keeps its mode
             cursor.execute("PRAGMA journal_mode = WAL")
         cursor.execute("PRAGMA synchronous = NORMAL")
         cursor.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
@@ -322,7 +331,7 @@ def _tune_sqlite(engine: sa.Engine, path: Path, foreign_keys: bool) -> None:
         driver = connection.connection.driver_connection
         assert driver is not None  # noqa: S101 - narrows the type
         try:
-            driver.execute(statement)  # of the driver itself: by way of SQLAlchemy it takes ten times as long
+            driver.execute(statement)  # of the driver itself: through SQLAlchemy it takes ten times as long
         except sqlite3.Error as error:
             raise sa.exc.DBAPIError.instance(statement, None, error, sqlite3.Error) from error
 
@@ -338,16 +347,16 @@ _SQLITE_HINTS = {
 }
 
 
-# A unique key is taken: SQLite's names, PostgreSQL's SQLSTATE, Oracle's ORA-00001.
+# The codes for a taken unique key: SQLite's names, PostgreSQL's SQLSTATE, Oracle's ORA-00001.
 _UNIQUE = {"SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY", "23505", "ORA-00001"}
 
 
 def _code(error: sa.exc.DBAPIError) -> str:
-    """The driver's own code for an error, as the driver spells it."""
+    """The driver's own code of an error, as the driver writes it."""
     original = error.orig
     for name in ("sqlite_errorname", "sqlstate"):
-        if found := getattr(original, name, None):
-            return str(found)
+        if code := getattr(original, name, None):
+            return str(code)
     first = original.args[0] if original is not None and original.args else None
     return str(getattr(first, "full_code", "") or "")
 

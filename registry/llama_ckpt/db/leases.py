@@ -1,4 +1,4 @@
-"""Who reads a checkpoint's file: the lease of its row meanwhile, and the hit that it counts as. Nothing here commits."""
+"""The lease of a row while a process reads its file, and the hit that is counted after it. Nothing here commits."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ import sqlalchemy as sa
 from llama_ckpt.db.rows import ACTIVE, clock_us
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.types import now_us
-from llama_ckpt.values import Checkpoint
+from llama_ckpt.values import US_PER_S, Checkpoint
 
 LEASE_S = 60.0
 
 
 def lease(db: sa.Connection, row: Checkpoint, seconds: float = LEASE_S) -> int | None:
-    """Claims an ACTIVE row for reading and gives the expiry by the database's clock; None when it is ACTIVE no more.
+    """Leases an ACTIVE row for reading. Gives the expiry by the database's clock, in microseconds; None when the row is not
+    ACTIVE any more.
 
-    A row has one expiry for all its readers, the latest. It shields a reader between match and open; who has the file
-    open loses nothing by a delete, and whoever opens too late gets a miss.
+    A row has one expiry for all its readers, the latest. It protects a reader between match and open. A reader that has the
+    file open can read it to the end after a delete; a reader that opens it too late gets a miss.
     """
-    # Readers tell their leases apart by the expiry, and SQLite's clock counts milliseconds.
-    until = clock_us(db) + int(seconds * 1_000_000) + secrets.randbelow(1000)
+    # The expiry identifies the lease, and SQLite's clock counts milliseconds: a random part tells readers apart.
+    until = clock_us(db) + int(seconds * US_PER_S) + secrets.randbelow(1000)
     changed = db.execute(_LEASE, {"of_row": row.ckpt_no, "until_us": until})
     return until if changed.rowcount == 1 else None
 
 
 def release(db: sa.Connection, row: Checkpoint, until: int, *, hit: bool = False) -> None:
-    """Gives a lease back, unless a later reader has put the expiry off. With `hit` it counts one restore, too, which has read and
-    checked every byte of the file.
+    """Gives a lease back, unless a later reader has extended it. With `hit` it also counts one restore, which read and verified
+    every byte of the file.
     """
     db.execute(_RELEASE_AND_COUNT if hit else _RELEASE, {"of_row": row.ckpt_no, "until_us": until})
 
 
-# What every restore writes: putting a statement together takes longer than SQLite takes to carry it out.
+# Every restore runs these. Built once: building a statement takes longer than SQLite takes to run it.
 _OF_ROW = meta.c.ckpt_no == sa.bindparam("of_row", type_=sa.BigInteger)
 _UNTIL = sa.bindparam("until_us", type_=sa.BigInteger)
 _LEASE = (

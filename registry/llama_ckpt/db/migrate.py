@@ -1,4 +1,4 @@
-"""The schema's version: read without alembic, changed with it."""
+"""The schema's version: reading it needs no alembic, changing it does."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007")
 HEAD = REVISIONS[-1]
-_alembic = threading.Lock()  # its context is a global of the process
+_alembic = threading.Lock()  # its context is global to the process
 
 
 def current(database: Database) -> str | None:
-    """The revision the database is at; None for a database without our tables. Reads only.
+    """The revision of the database; None if it has no tables of llama-ckpt. Reads only.
 
     Raises:
         DatabaseUnavailable: the database cannot be reached.
@@ -35,77 +35,77 @@ def current(database: Database) -> str | None:
 
 
 def require_known(database: Database) -> str | None:
-    """The revision the database is at, held to those this code knows.
+    """The revision of the database, checked against those that this version knows. Reads only.
 
     Raises:
-        SchemaTooNew: a newer llama-ckpt made it.
+        SchemaTooNew: a newer llama-ckpt created the schema.
         DatabaseUnavailable: the database cannot be reached.
     """
-    found = current(database)
-    if found is not None and found not in REVISIONS:
-        raise SchemaTooNew(url=database.shown_url, found=found, known=HEAD)
-    return found
+    existing = current(database)
+    if existing is not None and existing not in REVISIONS:
+        raise SchemaTooNew(url=database.shown_url, found=existing, known=HEAD)
+    return existing
 
 
 def prepare(database: Database, *, upgrade_older: bool) -> None:
-    """Makes sure that the schema is this version's: created where there is none, upgraded where that is wanted.
+    """Creates the schema if there is none, and upgrades an older one if `upgrade_older` is True.
 
     Raises:
-        SchemaTooNew, SchemaTooOld: another version of llama-ckpt made it; nothing is changed.
+        SchemaTooNew, SchemaTooOld: another version of llama-ckpt created the schema; nothing is changed.
         DatabaseUnavailable: the database cannot be reached or written.
     """
-    found = require_known(database)
-    if found == HEAD:
+    existing = require_known(database)
+    if existing == HEAD:
         return
-    if found is not None and not upgrade_older:
-        raise SchemaTooOld(url=database.shown_url, found=found, known=HEAD)
+    if existing is not None and not upgrade_older:
+        raise SchemaTooOld(url=database.shown_url, found=existing, known=HEAD)
     upgrade(database)
 
 
 def upgrade(database: Database, revision: str = HEAD) -> str | None:
-    """Creates the schema or brings it up to `revision`, and gives the revision found before. One transaction where the database
-    can (SQLite, PostgreSQL): if it is interrupted, the schema is as it was. Two that upgrade at once queue.
+    """Creates the schema or upgrades it to `revision`, and gives the revision before. On SQLite and PostgreSQL this is one
+    transaction: if it is interrupted, the schema is as it was. Two upgrades at the same time queue.
 
     Raises:
-        SchemaTooNew: a newer llama-ckpt made it; nothing is changed.
-        BadInput: no such revision.
+        SchemaTooNew: a newer llama-ckpt created the schema; nothing is changed.
+        BadInput: there is no such revision, or it is older than the database's.
         DatabaseUnavailable: the database cannot be reached or written.
     """
-    found = require_known(database)
+    existing = require_known(database)
     _require_revision(revision)
-    if found is not None and revision < found:
+    if existing is not None and revision < existing:
         raise BadInput(
-            what="revision to reach", value=revision, reason=f"the database is at {found}; downgrade goes back"
+            what="revision to reach", value=revision, reason=f"the database is at {existing}; downgrade goes back"
         )
-    if found != revision:
+    if existing != revision:
         _run(database, "upgrade", revision)
-    return found
+    return existing
 
 
 def downgrade(database: Database, revision: str) -> str | None:
-    """Takes the schema back to `revision` ("base": none of our tables, and no row), and gives the revision found before.
+    """Downgrades the schema to `revision`, and gives the revision before. "base" drops all tables of llama-ckpt with their rows.
 
     Raises:
-        SchemaTooNew: a newer llama-ckpt made it; nothing is changed.
-        BadInput: no such revision.
+        SchemaTooNew: a newer llama-ckpt created the schema; nothing is changed.
+        BadInput: there is no such revision, or it is newer than the database's.
         DatabaseUnavailable: the database cannot be reached or written.
     """
-    found = require_known(database)
+    existing = require_known(database)
     if revision != "base":
         _require_revision(revision)
-        if found is None or revision > found:
-            reason = f"the database is at {found or 'no schema'}; llama-ckpt db upgrade goes up"
+        if existing is None or revision > existing:
+            reason = f"the database is at {existing or 'no schema'}; llama-ckpt db upgrade goes up"
             raise BadInput(what="revision to go back to", value=revision, reason=reason)
     _run(database, "downgrade", revision)
-    return found
+    return existing
 
 
 def check(database: Database) -> list[str]:
-    """What differs between the database's schema and the one this version expects, in sentences; nothing when they agree.
+    """The differences between the database's schema and the one that this version expects, as sentences; empty if they agree.
     Reads only.
 
     Raises:
-        SchemaTooNew: a newer llama-ckpt made it.
+        SchemaTooNew: a newer llama-ckpt created the schema.
         DatabaseUnavailable: the database cannot be reached.
     """
     from llama_ckpt.db.comparing import differences
@@ -116,10 +116,10 @@ def check(database: Database) -> list[str]:
 
 
 def script(dialect: str, start: str = "base", end: str = HEAD) -> str:
-    """The statements from revision `start` to `end` as a script that a DBA can read and run with psql or SQL*Plus.
+    """The statements from revision `start` to `end`, as a script that a DBA can read and run with psql or SQL*Plus.
 
     Raises:
-        BadInput: another dialect than "postgresql" and "oracle", or no such revision.
+        BadInput: the dialect is not "postgresql" or "oracle", or there is no such revision.
     """
     if dialect not in _SCRIPT_FRAMES:
         raise BadInput(what="dialect", value=dialect, reason=f"scripts are made for {' and '.join(_SCRIPT_FRAMES)}")
@@ -138,8 +138,8 @@ def script(dialect: str, start: str = "base", end: str = HEAD) -> str:
     return f"{head}\n{config.output_buffer.getvalue().strip()}\n{tail}\n"
 
 
-# Stop at the first error; take & in a text for itself; allow blank lines inside a statement. Oracle commits each DDL by
-# itself, but the version's row is DML.
+# Stop at the first error, take & literally, allow blank lines inside a statement. Oracle commits each DDL statement by itself,
+# but the version's row is DML.
 _SCRIPT_FRAMES = {
     "postgresql": ("\\set ON_ERROR_STOP on\n", ""),
     "oracle": ("WHENEVER SQLERROR EXIT FAILURE ROLLBACK\nSET DEFINE OFF\nSET SQLBLANKLINES ON\n", "\nCOMMIT;"),

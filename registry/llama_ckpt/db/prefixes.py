@@ -1,7 +1,8 @@
-"""`checkpoint_prefix`: which checkpoint begins with which blocks of token ids. Nothing here commits.
+"""`checkpoint_prefix`: the blocks of token ids that each checkpoint starts with. Nothing here commits.
 
-A checkpoint links every block that its own file covers, in the transaction that makes its row ACTIVE, and the links leave with
-the STALE mark. So links are monotone (a link at block k of a chain implies one at every block before it), which `deepest` needs.
+A checkpoint links every block that its own file covers, in the transaction that makes its row ACTIVE; the transaction that marks
+the row STALE deletes the links. So links are monotone: a link at block k of a chain implies one at every block before it, which
+`deepest` needs.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _MOST_BINDS = 512  # Oracle takes 1,000 in a list
 
 
 def block_size(db: sa.Connection) -> int:
-    """Token ids in a block of the prefix hashes. A registry that says nothing of it has blocks of 256, now and ever.
+    """The number of token ids in a block of the prefix hashes. It never changes: 256, unless the registry's row says otherwise.
 
     Raises:
-        BadInput: what it says is no such number.
+        BadInput: the row has no such number.
     """
     stored = db.scalar(sa.select(registry_info.c.value).where(registry_info.c.name == "block_size"))
     if stored is None:
@@ -41,7 +42,7 @@ def block_size(db: sa.Connection) -> int:
 
 
 def link(db: sa.Connection, links: Sequence[PrefixLink]) -> None:
-    """Adds a checkpoint's links; in the transaction that makes its row ACTIVE."""
+    """Adds a checkpoint's links. Call it in the transaction that makes its row ACTIVE."""
     rows = [
         {"prefix_hash": x.prefix_hash, "file_tokens": x.file_tokens, "ckpt_no": x.ckpt_no, "n_tokens": x.n_tokens}
         for x in sorted(links, key=lambda x: x.prefix_hash)  # one order for all writers: no deadlocks
@@ -51,7 +52,7 @@ def link(db: sa.Connection, links: Sequence[PrefixLink]) -> None:
 
 
 def link_later(db: sa.Connection, ckpt_no: int, links: Sequence[PrefixLink]) -> bool:
-    """Adds the links of a row that has none; False when it is not ACTIVE any more or somebody was first."""
+    """Adds the links of a row that has none; False when it is not ACTIVE any more, or has links by now."""
     query = sa.select(meta.c.ckpt_no).where(meta.c.ckpt_no == ckpt_no, meta.c.status == ACTIVE)
     if db.execute(query.with_for_update()).first() is None or linked(db, [ckpt_no]):
         return False
@@ -61,26 +62,26 @@ def link_later(db: sa.Connection, ckpt_no: int, links: Sequence[PrefixLink]) -> 
 
 def linked(db: sa.Connection, ckpt_nos: Sequence[int]) -> set[int]:
     """Those of some rows that have links."""
-    found: set[int] = set()
-    for some in batches(ckpt_nos):
-        found.update(db.scalars(sa.select(prefix.c.ckpt_no).where(prefix.c.ckpt_no.in_(some)).distinct()))
-    return found
+    numbers: set[int] = set()
+    for batch in batches(ckpt_nos):
+        numbers.update(db.scalars(sa.select(prefix.c.ckpt_no).where(prefix.c.ckpt_no.in_(batch)).distinct()))
+    return numbers
 
 
 def deepest(db: sa.Connection, chain: Sequence[bytes], width: int = 1) -> int:
-    """How many blocks of a chain of prefix hashes any ACTIVE checkpoint begins with.
+    """The number of blocks, from the start of a chain of prefix hashes, that at least one ACTIVE checkpoint starts with.
 
-    A search that asks `width` points of the chain in one statement: with 1 it is bisection, of about log2(len(chain)) + 1 point
-    look-ups, the least work; with more it takes fewer round trips. Nothing is read but the first link of each point, however
-    many checkpoints share it.
+    Each statement looks up `width` points of the chain. A width of 1 is bisection: about log2(len(chain)) + 1 look-ups, the
+    least work. A larger width takes fewer round trips. Only the first link of each point is read, even if many checkpoints
+    share it.
     """
-    low, high = 0, len(chain)  # the first `low` blocks have links, none has from `high` on
+    low, high = 0, len(chain)  # blocks below `low` have links, blocks from `high` on have none
     while low < high:
         n = min(width, high - low)
         points = [low + (high - low) * (i + 1) // (n + 1) for i in range(n)]
         asked = [chain[p] for p in points] + [chain[points[-1]]] * (width - n)  # one statement for all lengths
-        found = set(db.scalars(_which_have_links(width), {f"hash_{i}": x for i, x in enumerate(asked)}))
-        last = max((i for i in range(n) if i in found), default=-1)
+        linked_points = set(db.scalars(_which_have_links(width), {f"hash_{i}": x for i, x in enumerate(asked)}))
+        last = max((i for i in range(n) if i in linked_points), default=-1)
         low = points[last] + 1 if last >= 0 else low
         high = points[last + 1] if last + 1 < n else high
     return low
@@ -88,7 +89,7 @@ def deepest(db: sa.Connection, chain: Sequence[bytes], width: int = 1) -> int:
 
 @functools.cache
 def _which_have_links(n: int) -> sa.CompoundSelect[Any]:
-    """A statement that gives the places of those of `n` hashes (`hash_0` and so on) that have a link."""
+    """A statement that gives the indexes of those of `n` hashes (`hash_0` and so on) that have a link."""
     one_each: list[sa.Select[Any]] = []
     for i in range(n):
         its = sa.exists().where(prefix.c.prefix_hash == sa.bindparam(f"hash_{i}", type_=prefix.c.prefix_hash.type))
@@ -97,17 +98,17 @@ def _which_have_links(n: int) -> sa.CompoundSelect[Any]:
 
 
 def sharing(db: sa.Connection, prefix_hash: bytes, at_most: int) -> tuple[list[Checkpoint], bool]:
-    """The rows to offer of the first `at_most` that begin with this prefix, smallest first (a range of the primary key), and
-    whether no more begin with it.
+    """The usable rows among the first `at_most` that start with this prefix, smallest file first (a range of the primary key),
+    and whether these are all that start with it.
     """
-    found = rows.rows_or_none(db, _sharing(), {"prefix_hash": prefix_hash, "at_most": at_most})
-    return [row for row in found if row is not None], len(found) < at_most
+    links = rows.rows_or_none(db, _sharing(), {"prefix_hash": prefix_hash, "at_most": at_most})
+    return [row for row in links if row is not None], len(links) < at_most
 
 
 @functools.cache
 def _sharing() -> sa.Select[Any]:
     its = sa.bindparam("prefix_hash", type_=prefix.c.prefix_hash.type)
-    # The few links first: of a prefix that very many share, PostgreSQL would join all of them and sort.
+    # The few links are selected first: PostgreSQL would join and sort all links of a prefix that very many rows share.
     first = sa.select(prefix.c.ckpt_no, prefix.c.file_tokens).where(prefix.c.prefix_hash == its)
     few = first.order_by(prefix.c.file_tokens, prefix.c.ckpt_no).limit(_AT_MOST).subquery("few")
     its_row = sa.and_(meta.c.ckpt_no == few.c.ckpt_no, MAY_BE_OFFERED)
@@ -116,24 +117,26 @@ def _sharing() -> sa.Select[Any]:
 
 
 def ending_at(db: sa.Connection, hashes: Sequence[bytes], at_most: int) -> list[Checkpoint]:
-    """The rows to offer that have one of these prefixes, longest prefix first. Meant for the hashes of ends inside a block,
-    which few rows share; one statement for up to 512, and one more for what it finds.
+    """The usable rows that have one of these prefixes, longest row first. Meant for hashes of ends inside a block, which few rows
+    share. Takes one statement for up to 512 hashes, and one more for the rows.
     """
-    found: list[int] = []
+    numbers: list[int] = []
     for i in range(0, len(hashes), _MOST_BINDS):
-        some = hashes[i : i + _MOST_BINDS]
-        n = 1 << (len(some) - 1).bit_length()  # of few lengths: each is a statement that the database must parse
-        asked = [*some, *[some[-1]] * (n - len(some))]
-        found += db.scalars(_which_begin_with(n), {f"hash_{j}": x for j, x in enumerate(asked)} | {"at_most": at_most})
-    return sorted(_numbered(db, found), key=lambda row: (-row.n_tokens, row.ckpt_no))[:at_most]
+        batch = hashes[i : i + _MOST_BINDS]
+        n = 1 << (len(batch) - 1).bit_length()  # of few lengths: each is a statement that the database must parse
+        asked = [*batch, *[batch[-1]] * (n - len(batch))]
+        numbers += db.scalars(
+            _which_begin_with(n), {f"hash_{j}": x for j, x in enumerate(asked)} | {"at_most": at_most}
+        )
+    return sorted(_numbered(db, numbers), key=lambda row: (-row.n_tokens, row.ckpt_no))[:at_most]
 
 
 def _numbered(db: sa.Connection, ckpt_nos: Sequence[int]) -> list[Checkpoint]:
-    """The rows to offer of some numbers."""
-    found: list[Checkpoint] = []
-    for some in batches(ckpt_nos):
-        found += rows_of(db, _with_numbers(len(some)), {f"no_{i}": number for i, number in enumerate(some)})
-    return found
+    """The usable rows among some numbers."""
+    usable: list[Checkpoint] = []
+    for batch in batches(ckpt_nos):
+        usable += rows_of(db, _with_numbers(len(batch)), {f"no_{i}": number for i, number in enumerate(batch)})
+    return usable
 
 
 @functools.cache
@@ -143,17 +146,15 @@ def _with_numbers(n: int) -> sa.Select[Any]:
 
 @functools.cache
 def _which_begin_with(n: int) -> sa.Select[Any]:
-    """A statement that gives the numbers of rows with one of `n` hashes (`hash_0` and so on), longest prefix first."""
-    # Made once: making it anew, or an IN list that expands, would take longer than the look-up.
+    """A statement that gives the numbers of the rows with one of `n` hashes (`hash_0` and so on), longest prefix first."""
+    # Cached: building it again, or expanding an IN list, would take longer than the look-up.
     hashes = [sa.bindparam(f"hash_{i}", type_=prefix.c.prefix_hash.type) for i in range(n)]
     query = sa.select(prefix.c.ckpt_no).where(prefix.c.prefix_hash.in_(hashes))
     return query.order_by(prefix.c.n_tokens.desc(), prefix.c.ckpt_no).limit(_AT_MOST)
 
 
 def newest(db: sa.Connection, digest: bytes, at_most: int) -> list[Checkpoint]:
-    """The rows to offer of a fingerprint that were saved last, newest first: of its last 64 rows, so that many STALE ones cost
-    nothing.
-    """
+    """The usable rows of a fingerprint, newest first. Only its last 64 rows are read, so that many STALE rows cost nothing."""
     return rows_of(db, _newest(), {"fingerprint": digest, "at_most": at_most})
 
 

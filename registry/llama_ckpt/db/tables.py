@@ -1,4 +1,4 @@
-"""The tables. Names are at most 30 bytes and reserved nowhere; times are BIGINT microseconds UTC; flags are SMALLINT."""
+"""The tables. Names have at most 30 bytes and are no reserved words. Times are BIGINT microseconds UTC, flags are SMALLINT."""
 
 from __future__ import annotations
 
@@ -80,18 +80,18 @@ llama_checkpoint_meta = Table(
     Column("pinned", SmallInteger, nullable=False),
     Column("label", String(200), nullable=True),
     Column("start_token", Integer, nullable=False, server_default=text("0")),
-    # No ON DELETE: the database refuses to take a parent away from a row that needs it.
+    # No ON DELETE: the database refuses to delete the parent of a row.
     Column(
         "parent_no",
         Serial,
         ForeignKey("llama_checkpoint_meta.ckpt_no", name="fk_llama_ckpt_meta_parent"),
         nullable=True,
     ),
-    # The longest checkpoint that all tokens of this one begin with, as it was at the save. It may be gone: no key.
+    # The longest checkpoint that this one extends, as of the save. It may be deleted since, so it is no foreign key.
     Column("extends_no", BigInteger, nullable=True),
     CheckConstraint("status IN ('ACTIVE', 'STALE')", name="llama_ckpt_meta_status"),
     CheckConstraint("pinned IN (0, 1)", name="llama_ckpt_meta_pinned"),
-    # At most one ACTIVE row per (fingerprint, input hash), in a form all three databases and batch migrations keep.
+    # At most one ACTIVE row per (fingerprint, input hash), in a form that all three databases and batch migrations support.
     CheckConstraint(
         "(status = 'ACTIVE' AND active_key IS NOT NULL AND stale_reason IS NULL)"
         " OR (status = 'STALE' AND active_key IS NULL AND stale_reason IS NOT NULL)",
@@ -106,16 +106,16 @@ llama_checkpoint_meta = Table(
     Index("uq_llama_ckpt_meta_path", "file_path", unique=True),
     Index("ix_llama_ckpt_meta_input", "input_hash"),
     Index("ix_llama_ckpt_meta_model", "fingerprint"),
-    # None begins with the status: r0004_indexes_for_gc.py says why.
+    # No index begins with the status: r0004_indexes_for_gc.py says why.
     Index("ix_llama_ckpt_meta_used", "last_used_us", "status"),
     Index("ix_llama_ckpt_meta_stale", "stale_us"),
     Index("ix_llama_ckpt_meta_size", "file_size"),
     Index("ix_llama_ckpt_meta_parent", "parent_no"),
-    sqlite_autoincrement=True,  # a number is never given twice: who still holds an old row must not mean a new one
+    sqlite_autoincrement=True,  # a number is never used again: a process that holds an old row must not refer to a new one
 )
 
-# One row per block of token ids that a checkpoint's own file covers, while it is ACTIVE. The key's order makes the smallest file
-# that holds a prefix the first entry of its index. The chain is seeded with the fingerprint, so no model stands here.
+# One row per block of token ids that a checkpoint's own file covers, while it is ACTIVE. By the order of the key's columns the
+# smallest file with a prefix comes first in the index. The chain is seeded with the fingerprint, so there is no model column.
 checkpoint_prefix = Table(
     "checkpoint_prefix",
     metadata,
@@ -133,8 +133,8 @@ checkpoint_prefix = Table(
     sqlite_with_rowid=False,
 )
 
-# Who computes what, so that others wait instead of computing it too; and the bytes it will take. The row of 32 zero bytes is the
-# one that savers under a byte budget queue at.
+# The process that computes an input, so that others wait for it instead of computing it too, and the bytes it will take. Saves
+# under a byte budget queue at the row of 32 zero bytes.
 save_claim = Table(
     "save_claim",
     metadata,
@@ -175,7 +175,7 @@ gc_run_item = Table(
     Column("size_bytes", BigInteger, nullable=False),
 )
 
-# Files without a row, as the last runs of gc saw them: only what an earlier run saw already is deleted.
+# Files without a row, as the last runs of gc saw them: gc deletes only files that an earlier run saw.
 ghost_seen = Table(
     "ghost_seen",
     metadata,
@@ -185,7 +185,7 @@ ghost_seen = Table(
     Column("seen_us", BigInteger, nullable=False),
 )
 
-# A row per process that runs a schedule; its next run is stored before the work.
+# One row per process that runs a schedule. The next run is stored before the current one begins.
 gc_schedule = Table(
     "gc_schedule",
     metadata,
@@ -197,7 +197,7 @@ gc_schedule = Table(
     Column("last_result", String(400), nullable=True),
 )
 
-# How often what is rare was met, per day since 1970 (UTC, the database's clock).
+# Counts of rare events per day since 1970 (UTC, by the database's clock).
 usage_day = Table(
     "usage_day",
     metadata,

@@ -1,4 +1,4 @@
-"""Column types and the clock, spelt so that SQLite, PostgreSQL and Oracle agree."""
+"""Column types and the clock, in forms on which SQLite, PostgreSQL and Oracle agree."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
+from llama_ckpt.values import US_PER_S
+
 # LargeBinary alone is BLOB on Oracle, which cannot be a key (ORA-02327).
 Digest = LargeBinary(32).with_variant(oracle.RAW(32), "oracle")
-# A prefix hash is kept to 16 bytes: a million checkpoints have some ten million of them.
+# A prefix hash is truncated to 16 bytes: a million checkpoints have some ten million of them.
 PrefixHash = LargeBinary(16).with_variant(oracle.RAW(16), "oracle")
-# BigInteger is not the rowid on SQLite, and so would not count up by itself.
+# On SQLite only an Integer key is the rowid, which SQLite numbers.
 Serial = BigInteger().with_variant(Integer(), "sqlite")
 
 
 def stored_text(text: str, at_most: int) -> str:
-    """A text as every database keeps it: valid UTF-8, without NUL, of this many characters, and never empty (to Oracle an
-    empty text is NULL).
+    """A text in a form that every database can store: valid UTF-8, without NUL, at most `at_most` characters, and never empty
+    (Oracle stores an empty text as NULL).
     """
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")[:at_most] or "-"
 
@@ -49,13 +51,13 @@ def _now_us_postgresql(_element: now_us, _compiler: SQLCompiler, **_kw: Any) -> 
 
 @compiles(now_us, "oracle")
 def _now_us_oracle(_element: now_us, _compiler: SQLCompiler, **_kw: Any) -> str:
-    # SYSTIMESTAMP has one value in a statement, however often it stands there.
+    # SYSTIMESTAMP has the same value everywhere in a statement.
     since = "(SYS_EXTRACT_UTC(SYSTIMESTAMP) - TIMESTAMP '1970-01-01 00:00:00')"
     parts = (("DAY", 86_400_000_000), ("HOUR", 3_600_000_000), ("MINUTE", 60_000_000))
-    whole = " + ".join(f"EXTRACT({part} FROM {since}) * {us}" for part, us in parts)
-    return f"({whole} + ROUND(EXTRACT(SECOND FROM {since}) * 1000000))"
+    seconds = " + ".join(f"EXTRACT({part} FROM {since}) * {us}" for part, us in parts)
+    return f"({seconds} + ROUND(EXTRACT(SECOND FROM {since}) * 1000000))"
 
 
 def expiry_us(expires_in_s: float | None) -> ColumnElement[int] | None:
-    """The end of a row that expires in so many seconds, by the database's clock; None for one without an end."""
-    return None if expires_in_s is None else now_us() + int(expires_in_s * 1_000_000)
+    """The expiry of a row that expires in so many seconds, by the database's clock; None for a row that does not expire."""
+    return None if expires_in_s is None else now_us() + int(expires_in_s * US_PER_S)

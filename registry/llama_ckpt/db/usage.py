@@ -1,7 +1,7 @@
-"""How the registry is used: totals of the rows, and `usage_day`, how often rare events were met, per day, over all processes.
+"""How the registry is used: totals of the rows, and `usage_day`, the counts of rare events per day over all processes.
 Nothing here commits.
 
-A row of `usage_day` is one for all writers of a day, so only what is rare is counted here: a hit is not.
+All writers of a day share one row of `usage_day` per event, so only rare events are counted here; hits are not.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _DAY_US = 86_400_000_000
 
 
 def count(db: sa.Connection, event_names: Iterable[str]) -> None:
-    """Adds one to each event's count of today, the day by the database's clock in UTC.
+    """Adds one to each event's count of today. The day is that of the database's clock in UTC.
 
     Raises:
-        sqlalchemy IntegrityError: another process counted the first of an event's day at this moment; in a new transaction it
-            goes well.
+        sqlalchemy IntegrityError: another process inserted an event's row of today at this moment; try again in a new
+            transaction.
     """
     names = sorted(event_names)  # one order for all writers: no deadlocks
     day_no = clock_us(db) // _DAY_US if names else 0
@@ -34,14 +34,14 @@ def count(db: sa.Connection, event_names: Iterable[str]) -> None:
 
 
 def totals(db: sa.Connection) -> dict[str, int]:
-    """How often each event was met since the registry was made; without those that never were."""
+    """The count of each event since the registry was created; without events that never occurred."""
     total = sa.func.sum(usage_day.c.n_times).label("n_times")
     query = sa.select(usage_day.c.event_name, total).group_by(usage_day.c.event_name).order_by(usage_day.c.event_name)
     return {str(row.event_name): int(row.n_times) for row in db.execute(query)}
 
 
 def stats(db: sa.Connection) -> Stats:
-    """Totals, recounted from the rows, and what was met how often."""
+    """Totals, counted from the rows, and the counts of rare events."""
     per_model = sa.select(
         meta.c.model_name,
         meta.c.fingerprint,

@@ -33,10 +33,6 @@ from llama_ckpt.store.writers import Owner
 _LEFT_OVER_S = 3600.0  # no write takes that long
 _MOST_FILES = 200_000  # beyond them a count takes minutes on a network file system
 _SHORT_GHOST_GRACE_S = 600.0  # a save of some gigabytes to a slow disk takes minutes
-_LATE_S = 600.0  # a schedule's run may take so long, or wait for another host's
-_BY_TIMER = "once, by another timer"  # what `schedule run --once` calls itself: it knows no next run
-_TIMER_S = 2 * 86_400.0
-_S = 1_000_000
 
 
 def examine(
@@ -169,7 +165,7 @@ def _schedule(policy: Policy, report: DatabaseReport) -> Diagnosis:
     told = f"limits: {', '.join(limits)}" if limits else "no limit is set: what is saved stays until it is removed"
     if report.facts is None:
         return not_checked("policy", report.why) if limits and not report.has_none else _unscheduled(told, limits, ())
-    running = [row for row in report.facts.schedules if _lives(row)]
+    running = [row for row in report.facts.schedules if row.is_alive]
     if running:
         by = running[0]
         last = f", its last run: {by.last_result}" if by.last_result else ""
@@ -183,15 +179,6 @@ def _unscheduled(told: str, limits: list[str], gone: tuple[ScheduleRow, ...]) ->
     if not limits:
         return ok("policy", told)
     return warn("policy", told, "nothing prunes: llama-ckpt schedule install (or a timer of your own)")
-
-
-def _lives(row: ScheduleRow) -> bool:
-    """Whether a schedule will run again, by its row: its next run is to come, or just due. A timer of the system's knows no next
-    run; it lives if it ran within two days.
-    """
-    if row.next_us is not None:
-        return row.now_us - row.next_us < _LATE_S * _S
-    return row.spec == _BY_TIMER and row.last_us is not None and row.now_us - row.last_us < _TIMER_S * _S
 
 
 def _graces(policy: Policy) -> Diagnosis:

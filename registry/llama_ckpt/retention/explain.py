@@ -12,9 +12,7 @@ from llama_ckpt.retention import rules
 from llama_ckpt.retention.columns import Columns
 from llama_ckpt.retention.policy import Order, Policy
 from llama_ckpt.retention.rules import Ruling
-from llama_ckpt.values import Checkpoint
-
-_S = 1_000_000
+from llama_ckpt.values import US_PER_S, Checkpoint
 
 
 def explain(
@@ -49,8 +47,8 @@ def _shields(ruling: Ruling, i: int) -> Iterator[RuleOpinion]:
 
 
 def _times(table: Columns, policy: Policy, now_us: int, i: int) -> Iterator[RuleOpinion]:
-    age_s = (now_us - int(table.created_us[i])) / _S
-    idle_s = (now_us - int(table.last_used_us[i])) / _S
+    age_s = (now_us - int(table.created_us[i])) / US_PER_S
+    idle_s = (now_us - int(table.last_used_us[i])) / US_PER_S
     if table.expired(now_us)[i]:
         yield _opinion("expiry", RuleEffect.CONDEMNS, rules.EXPIRED)
     for name, limit_s, since_s, event in (
@@ -97,8 +95,8 @@ def _verdict(ruling: Ruling, i: int) -> RuleOpinion:
 
 
 def _condemns_if(condition: bool) -> RuleEffect:
-    return RuleEffect.CONDEMNS if condition else RuleEffect.SILENT
+    return RuleEffect.CONDEMNS if condition else RuleEffect.NO_EFFECT
 
 
 def _opinion(rule: str, effect: RuleEffect, why: str) -> RuleOpinion:
-    return RuleOpinion(rule=rule, word=effect, why=why)
+    return RuleOpinion(rule=rule, effect=effect, why=why)

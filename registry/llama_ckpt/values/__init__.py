@@ -19,6 +19,7 @@ from llama_ckpt.values.results import (
     WarmResult,
 )
 from llama_ckpt.values.rows import (
+    US_PER_S,
     Check,
     Checkpoint,
     Difference,
@@ -34,6 +35,7 @@ from llama_ckpt.values.rows import (
 )
 
 __all__ = [
+    "US_PER_S",
     "Check",
     "Checkpoint",
     "Difference",

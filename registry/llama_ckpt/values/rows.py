@@ -11,6 +11,8 @@ from llama_ckpt.humanize import bytes_, plural, printable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+US_PER_S = 1_000_000  # microseconds in a second
+
 FieldValue = str | int | float | bool | list[str] | dict[str, str]
 
 
