@@ -14,7 +14,7 @@ from llama_ckpt_cli.session import Session, command
 if TYPE_CHECKING:
     from llama_ckpt.exchange.foreign import ForeignFolder
     from llama_ckpt.exchange.survey import Surveyed
-    from llama_ckpt.formats import Identified
+    from llama_ckpt.formats import CheckpointFile, Identified
 
 
 def add_to(app: typer.Typer) -> None:
@@ -66,13 +66,14 @@ def _file(path: Path) -> dict[str, Any]:
     from llama_ckpt.store.disk import map_file
 
     with map_file(path) as view:
-        found = formats.identify(view, str(path))
+        opened = formats.open_file(view, str(path))
+        found = opened.identified
         value: dict[str, Any] = {"file": str(path), "size_bytes": len(view), "first_bytes": bytes(view[:16])}
         value |= _identified(found)
         if found.format == "LLAM" and found.version != 1:
             value |= _header(view)
-        if found.format == "LLAM" and found.whole:
-            value |= _contents(view, str(path))
+        if isinstance(opened.content, formats.CheckpointFile):
+            value |= _contents(opened.content)
         value["engines"] = formats.engine_verdicts(view, found)
     return value | {"whole": found.whole, "restorable": found.restorable, "verdict": _verdict(found)}
 
@@ -98,10 +99,7 @@ def _header(view: memoryview) -> dict[str, Any]:
     return asdict(container.unpack_header(view, padding))
 
 
-def _contents(view: memoryview, name: str) -> dict[str, Any]:
-    from llama_ckpt import formats
-
-    opened = formats.open_checkpoint(view, name)
+def _contents(opened: CheckpointFile) -> dict[str, Any]:
     metadata = opened.contents.metadata
     return {
         "model": metadata.get("model_name"),

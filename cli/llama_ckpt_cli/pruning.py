@@ -74,22 +74,25 @@ def unprune(
 ) -> None:
     """Bring STALE checkpoints back whose files are still whole. Exit code 12: one did not come back."""
     from llama_ckpt.errors import BadInput, VerifyFailed
-    from llama_ckpt.integrity.mend import Mender
+    from llama_ckpt.integrity.reconcile import MendOutcome, Reconciler
 
     if bool(ids) == bool(since):
         raise BadInput(what="unprune", value=since or "nothing", reason="name ids, or --since")
     with session.registry() as registry:
-        mender = Mender(registry.context)
-        rows = [registry.get(i) for i in ids or []] if ids else mender.pruned_since(_since_us(registry, since or ""))
-        results = mender.unprune(rows)
-    back = [row.id for row, result in results if result == "ACTIVE"]
+        reconciler = Reconciler(registry.context)
+        rows = (
+            [registry.get(i) for i in ids or []] if ids else reconciler.pruned_since(_since_us(registry, since or ""))
+        )
+        results = reconciler.unprune(rows)
+    back = [result.checkpoint.id for result in results if result.outcome is MendOutcome.REACTIVATED]
 
     def human() -> None:
-        for row, result in results:
-            session.out.line(f"{row.id[:12]}  {result}")
+        for result in results:
+            session.out.line(f"{result.checkpoint.id[:12]}  {result}")
         session.out.line(f"{len(back)} of {count(len(results), 'checkpoint')} ACTIVE again")
 
-    session.out.result([{"id": row.id, "result": result} for row, result in results], human, back)
+    value = [{"id": result.checkpoint.id, "result": str(result)} for result in results]
+    session.out.result(value, human, back)
     if len(back) < len(results):
         raise VerifyFailed(n_failed=len(results) - len(back), n_checked=len(results))
 

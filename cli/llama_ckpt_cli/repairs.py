@@ -10,7 +10,7 @@ import typer
 from llama_ckpt_cli.session import Session, command
 
 if TYPE_CHECKING:
-    from llama_ckpt.integrity.repair import Repaired, Repairer
+    from llama_ckpt.integrity.repair import FileRepairer, Repaired
 
 Trust = "the CRC is wrong, not what it is of, where nothing in the file tells which."
 
@@ -36,19 +36,19 @@ def repair(
     The original stays, and no file is written over. Exit code 5: a file cannot be put right, and why.
     """
     from llama_ckpt.errors import BadInput
-    from llama_ckpt.integrity.repair import Repairer
+    from llama_ckpt.integrity.repair import FileRepairer
 
     if output is not None and (in_place or len(files) > 1):
         raise BadInput(what="--output", value=str(output), reason="it goes with one file, and not with --in-place")
     if no_backup and not in_place:
         raise BadInput(what="--no-backup", value="", reason="it goes with --in-place: else the original stays as it is")
-    repairer = Repairer(
+    repairer = FileRepairer(
         in_place=in_place, keep_backup=not no_backup, trust_payload=trust_payload, trust_tokens=trust_tokens
     )
     _repair_each(session, repairer, files, output)
 
 
-def _repair_each(session: Session, repairer: Repairer, files: list[Path], output: Path | None) -> None:
+def _repair_each(session: Session, repairer: FileRepairer, files: list[Path], output: Path | None) -> None:
     """Every file, whatever became of the others; then the first error, if there was one."""
     from llama_ckpt.errors import LlamaCkptError
 

@@ -90,7 +90,7 @@ def _is_there(name: str) -> bool:
 
 def _verify_all(session: Session, max_age: str | None, max_duration: str | None, repair: bool, deep: bool) -> None:
     from llama_ckpt.config import seconds
-    from llama_ckpt.integrity.mend import Mender
+    from llama_ckpt.integrity.reconcile import Reconciler
     from llama_ckpt.integrity.verify import Verifier, findings_of
 
     older_than_s = seconds(max_age, "--max-age") if max_age else 0.0
@@ -106,12 +106,12 @@ def _verify_all(session: Session, max_age: str | None, max_duration: str | None,
                 bad += findings_of(row, checks)
                 progress(len(checked), total)
         ghosts = list(verifier.ghosts())
-        mender = Mender(registry.context)
-        mended = mender.repair([*bad, *ghosts]) if repair else []
-        n_linked = mender.link() if repair else 0
+        reconciler = Reconciler(registry.context)
+        mended = reconciler.apply([*bad, *ghosts]) if repair else []
+        n_linked = reconciler.link() if repair else 0
     _tell_ghosts(session, [] if repair else ghosts)
-    for finding, result in mended:
-        session.out.note(f"{finding.kind}: {finding.path}: {result}")
+    for result in mended:
+        session.out.note(f"{result.finding.kind}: {result.finding.path}: {result}")
     if n_linked:
         session.out.note(f"{count(n_linked, 'checkpoint')} of an older version can now be found by prefix")
     _report(session, checked, ghosts, n_left=total - len(checked))

@@ -18,6 +18,11 @@ class LlamaCkptError(Exception):
         message = template.format(**values) if template else f"{type(self).__name__}: {values}"
         super().__init__(message)
 
+    @property
+    def reason(self) -> str:
+        """Why it failed, without the rest of the message; the complete message of an error that has no such part."""
+        return str(self.values.get("reason", self))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.values))
 
@@ -32,6 +37,15 @@ class NotFound(LlamaCkptError):
     exit_code = 3
 
 
+class MissingParent(NotFound):
+    """no {what} {name!r}. {hint}"""
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The id of the checkpoint that the delta needs."""
+        return str(self.values["name"])
+
+
 class Incompatible(LlamaCkptError):
     """checkpoint and engine do not fit: {reason}"""
 
@@ -42,6 +56,11 @@ class CorruptFile(LlamaCkptError):
     """{path}: {check} FAILED: {reason}"""
 
     exit_code = 5
+
+    @property
+    def check(self) -> str:
+        """The name of the check that failed (`values.CheckName`)."""
+        return str(self.values["check"])
 
 
 class DatabaseUnavailable(LlamaCkptError):

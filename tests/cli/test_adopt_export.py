@@ -109,14 +109,14 @@ def test_a_failure_of_the_database_is_told_after_what_was_done(run, empty, folde
     from llama_ckpt.errors import DatabaseUnavailable
     from llama_ckpt.exchange import adopt as adopting
 
-    real = adopting._Adopter.file
+    real = adopting.map_file
 
-    def failing(self, path, *, named):
+    def failing(path):
         if path.name == "b.bin":
             raise DatabaseUnavailable(url="sqlite", reason="it went away")
-        return real(self, path, named=named)
+        return real(path)
 
-    monkeypatch.setattr(adopting._Adopter, "file", failing)
+    monkeypatch.setattr(adopting, "map_file", failing)
     ran = run("adopt", folder)
     assert ran.code == DatabaseUnavailable.exit_code
     assert "it went away" in ran.err

@@ -17,7 +17,7 @@ from llama_ckpt.store.marker import MARKER
 @pytest.fixture
 def plain_machine(monkeypatch, tmp_path):
     """A disk with room, of a type that is not told, whose fsync takes no time: every line depends on the registry alone."""
-    monkeypatch.setattr(doctor_store, "_MOUNTS", tmp_path / "nothing")
+    monkeypatch.setattr(doctor_store, "read_mountinfo", lambda: "")
     monkeypatch.setattr(doctor_store, "_SLOW_FSYNC_S", 1000)
     monkeypatch.setattr(doctor_store, "_room", lambda *_: ok("free space", "much"))
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from support import samples, small
+from support.checksums import counted_crc_bytes, crc_bytes_of_one_check
 
 from llama_ckpt.errors import CorruptFile, FileMissing, UnsafePath
 from llama_ckpt.formats import container
@@ -37,6 +38,12 @@ def file(tmp_path):
 
 def flipped(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def test_a_file_is_checked_once(run, file, whole):
+    with counted_crc_bytes() as sizes:
+        run("inspect", file(whole)).succeeded()
+    assert sum(sizes) == crc_bytes_of_one_check(whole)
 
 
 def test_a_good_file_shows_every_field_of_its_header_and_its_first_bytes(run, file, whole, template, data_folder):

@@ -151,7 +151,7 @@ def test_what_was_adopted_is_exported_in_every_version_with_the_same_cells(
     states = [engine_files.sequence_state(file) for file in (made, real)]
     assert kv_numbers.distance(*states).furthest == 0
     for n in range(1, len(made.token_ids) + 1):
-        cut = [kv_edit.cut(state, n) for state in states]
+        cut = [kv_edit.truncate(state, n) for state in states]
         assert kv_numbers.distance(*cut).furthest == 0
 
 

@@ -63,7 +63,7 @@ def test_a_cut_state_is_the_engines_own_state_of_fewer_tokens(load, options):
     for n in (1, 2, 33, 59):
         engine.evaluate(ids)
         engine.llama.n_tokens = n  # capture() takes the cells behind away
-        assert bytes(kv_edit.cut(whole, n)) == bytes(engine.capture())
+        assert bytes(kv_edit.truncate(whole, n)) == bytes(engine.capture())
 
 
 @pytest.mark.parametrize("options", KINDS)
@@ -72,7 +72,7 @@ def test_a_head_and_a_tail_joined_are_the_whole_and_continue_as_it(load, options
     ids = input_of(engine, 60)
     whole, expected = fresh(engine, ids)
     for n in (1, 33):
-        joined = kv_edit.join(kv_edit.cut(whole, n), kv_edit.tail(whole, n))
+        joined = kv_edit.join(kv_edit.truncate(whole, n), kv_edit.tail(whole, n))
         assert bytes(joined) == bytes(whole)
         assert np.array_equal(loaded(engine, joined, ids), expected)
 
@@ -84,7 +84,7 @@ def test_a_cut_state_continues_as_a_fresh_run_of_those_tokens(load, options):
     whole, _ = fresh(engine, ids)
     for n in (2, 33):
         _, expected = fresh(engine, ids[:n])
-        assert np.array_equal(loaded(engine, kv_edit.cut(whole, n), ids[:n]), expected)
+        assert np.array_equal(loaded(engine, kv_edit.truncate(whole, n), ids[:n]), expected)
 
 
 def test_a_tail_computed_behind_a_loaded_head_is_joined_to_it(load):
@@ -93,11 +93,11 @@ def test_a_tail_computed_behind_a_loaded_head_is_joined_to_it(load):
     ids = input_of(engine, 60)
     whole, _ = fresh(engine, ids)
     engine._forget(clear_data=True)
-    engine.load(kv_edit.cut(whole, 40), ids[:40])
+    engine.load(kv_edit.truncate(whole, 40), ids[:40])
     engine.llama.eval(ids[40:].tolist())
     grown = memoryview(bytes(engine.capture()))
-    made = kv_edit.join(kv_edit.cut(whole, 40), kv_edit.tail(grown, 40))
-    assert bytes(kv_edit.cut(made, 39)) == bytes(kv_edit.cut(whole, 39))
+    made = kv_edit.join(kv_edit.truncate(whole, 40), kv_edit.tail(grown, 40))
+    assert bytes(kv_edit.truncate(made, 39)) == bytes(kv_edit.truncate(whole, 39))
     assert kv_state.parse(made).positions.tolist() == list(range(60))
     assert bytes(kv_edit.tail(made, 40)) == bytes(kv_edit.tail(grown, 40))
     assert np.isfinite(loaded(engine, made, ids)).all()
@@ -241,8 +241,8 @@ def test_cut_and_joined_states_of_every_sliceable_kind_are_the_engines_own(tiny,
         engine.clear()
         engine.decode(TINY_IDS[:12])
         llama_cpp.llama_memory_seq_rm(engine.memory, 0, n, -1)
-        assert bytes(kv_edit.cut(whole, n)) == engine.state()
-        joined = kv_edit.join(kv_edit.cut(whole, n), kv_edit.tail(whole, n))
+        assert bytes(kv_edit.truncate(whole, n)) == engine.state()
+        joined = kv_edit.join(kv_edit.truncate(whole, n), kv_edit.tail(whole, n))
         engine.clear()
         assert engine.load(joined)
         assert engine.state() == bytes(whole)
@@ -297,15 +297,15 @@ def test_files_that_are_written_here_are_loaded_by_llama_cpp(tiny, tmp_path, kin
     expected = engine.decode([1], start=10)
     path = tmp_path / "file"
     if source == "sequence":
-        head, body = engine_files.encode_ggsq(3, ids[:9], kv_edit.cut(state, 9))
+        head, body = engine_files.encode_ggsq(3, ids[:9], kv_edit.truncate(state, 9))
     else:
         arch = {"full": "llama", "positions": "qwen2vl", "swa": "gemma2"}[kind]
-        head, body = engine_files.encode_ggsn(10, ids[:9], kv_edit.cut(state, 9), arch, for_llama_cli=False)
+        head, body = engine_files.encode_ggsn(10, ids[:9], kv_edit.truncate(state, 9), arch, for_llama_cli=False)
     path.write_bytes(head + bytes(body))
     engine.clear()
     read = engine.load_file_of_sequence(path) if source == "sequence" else engine.load_file_of_context(path)
     assert read == ids[:9].tolist()
-    assert engine.state() == bytes(kv_edit.cut(state, 9))
+    assert engine.state() == bytes(kv_edit.truncate(state, 9))
     engine.decode(ids[9:], start=9)
     assert np.array_equal(engine.decode([1], start=10), expected)
 
@@ -321,9 +321,9 @@ def test_a_real_sliding_window_model_is_cut_while_all_cells_are_there(load, swa_
     assert [cache.n_cells for cache in found.caches] == [60, 60]
     for n in (1, 33):
         _, expected = fresh(engine, ids[:n])
-        assert bytes(kv_edit.cut(short, n)) == bytes(engine.capture())
-        assert np.array_equal(loaded(engine, kv_edit.cut(short, n), ids[:n]), expected)
-    assert bytes(kv_edit.join(kv_edit.cut(short, 33), kv_edit.tail(short, 33))) == bytes(short)
+        assert bytes(kv_edit.truncate(short, n)) == bytes(engine.capture())
+        assert np.array_equal(loaded(engine, kv_edit.truncate(short, n), ids[:n]), expected)
+    assert bytes(kv_edit.join(kv_edit.truncate(short, 33), kv_edit.tail(short, 33))) == bytes(short)
     long, _ = fresh(engine, ids)
     assert kv_state.parse(long).memory == "swa"
     assert "its window has moved on" in kv_state.not_sliceable(kv_state.parse(long))

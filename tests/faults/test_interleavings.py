@@ -18,7 +18,7 @@ from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import DatabaseUnavailable, LlamaCkptError
 from llama_ckpt.exchange.adopt import AdoptOptions, AdoptOutcome, adopt
 from llama_ckpt.gc_values import RowVersion
-from llama_ckpt.integrity.mend import Mender
+from llama_ckpt.integrity.reconcile import Reconciler
 from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Policy
@@ -70,7 +70,7 @@ def test_a_file_that_is_registered_again_while_its_save_goes_on_stays(registry, 
 
     def repair():
         findings = Verifier(registry.database, registry.store).findings()
-        mended.extend(result for _, result in Mender(registry.context).repair(findings))
+        mended.extend(str(result) for result in Reconciler(registry.context).apply(findings))
 
     store = Store(registry.store.root, hook=once("renamed", repair))
     saver = Registry(replace(registry.context, store=store))
@@ -89,7 +89,7 @@ def test_a_file_that_is_registered_again_while_its_save_fails_stays(registry, en
         raise DatabaseUnavailable(url="", reason="another process has held the write lock")
 
     def repair():
-        Mender(registry.context).repair(Verifier(registry.database, registry.store).findings())
+        Reconciler(registry.context).apply(Verifier(registry.database, registry.store).findings())
         monkeypatch.setattr(Database, "write", fail_once)
 
     saver = Registry(replace(registry.context, store=Store(registry.store.root, hook=once("renamed", repair))))
@@ -106,7 +106,7 @@ def test_a_file_that_gets_its_row_back_after_gc_deleted_the_old_one_stays(regist
         if how == "adopt":
             assert adopted(registry.context, registry.store.root / saved.file_path) == [AdoptOutcome.ADOPTED]
         else:
-            Mender(registry.context).repair(Verifier(registry.database, registry.store).findings())
+            Reconciler(registry.context).apply(Verifier(registry.database, registry.store).findings())
 
     collector = Collector(replace(registry.context, hook=once("rows deleted", again)))
     report = collector.run(collector.plan(Policy(stale_grace_s=0)))

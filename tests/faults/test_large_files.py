@@ -25,7 +25,7 @@ N_CELLS, N_LAYER = 1024, 2
 CHILD = """
 import json, re, resource, sys
 from pathlib import Path
-from llama_ckpt.integrity.repair import Repairer
+from llama_ckpt.integrity.repair import FileRepairer
 from llama_ckpt.integrity.verify import all_ok, file_checks
 
 def status(name):
@@ -38,7 +38,7 @@ resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + limit, resource.RLI
 if verb == "verify":
     said = all_ok(file_checks(Path(path), None, deep=True))
 else:
-    said = Repairer(in_place=True, keep_backup=False).repair(Path(path)).faults != ()
+    said = FileRepairer(in_place=True, keep_backup=False).repair(Path(path)).faults != ()
 mapped = Path(path).stat().st_size
 print(json.dumps([said, status("VmHWM") - mapped - before, status("RssAnon") - before]))
 """

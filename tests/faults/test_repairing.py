@@ -11,7 +11,7 @@ import pytest
 from support import child, small
 
 from llama_ckpt.errors import BadInput, StoreFull, StoreUnavailable
-from llama_ckpt.integrity.repair import Repairer
+from llama_ckpt.integrity.repair import FileRepairer
 from llama_ckpt.store import disk
 
 WHOLE = small.checkpoint()
@@ -19,9 +19,9 @@ PADDED = bytes(5) + WHOLE
 KILLED_AT = """
 import json, os, sys
 from pathlib import Path
-from llama_ckpt.integrity.repair import Repairer
+from llama_ckpt.integrity.repair import FileRepairer
 path, step, keep = json.loads(sys.argv[1])
-Repairer(in_place=True, keep_backup=keep, hook=lambda now: os._exit(137) if now == step else None).repair(Path(path))
+FileRepairer(in_place=True, keep_backup=keep, hook=lambda now: os._exit(137) if now == step else None).repair(Path(path))
 """
 
 
@@ -54,7 +54,7 @@ def test_a_repair_killed_at_any_step_leaves_the_original_or_the_repaired_file(
     assert not backup.exists() or backup.read_bytes() == PADDED
     assert len(temporaries(damaged)) == n_temporaries
     if content == PADDED:
-        assert Repairer(in_place=True).repair(damaged).backup == backup
+        assert FileRepairer(in_place=True).repair(damaged).backup == backup
         assert (damaged.read_bytes(), backup.read_bytes()) == (WHOLE, PADDED)
 
 
@@ -65,7 +65,7 @@ def test_a_write_that_fails_leaves_the_original_alone(damaged, number, monkeypat
 
     monkeypatch.setattr(disk.os, "fsync", fail)
     with pytest.raises(StoreFull if number == errno.ENOSPC else StoreUnavailable, match="told by the system"):
-        Repairer(in_place=True).repair(damaged)
+        FileRepairer(in_place=True).repair(damaged)
     assert {p.name: p.read_bytes() for p in damaged.parent.iterdir()} == {"state.llam": PADDED}
 
 
@@ -74,7 +74,7 @@ def test_a_file_system_without_second_names_gets_a_copy_for_a_backup(damaged, mo
         raise OSError(errno.EPERM, "not permitted")
 
     monkeypatch.setattr("pathlib.Path.hardlink_to", no_links)
-    done = Repairer(in_place=True).repair(damaged)
+    done = FileRepairer(in_place=True).repair(damaged)
     assert (done.backup.read_bytes(), damaged.read_bytes()) == (PADDED, WHOLE)
 
 
@@ -86,7 +86,7 @@ def test_a_backup_that_appears_at_the_last_moment_is_kept(damaged):
             backup.write_bytes(b"of another program")
 
     with pytest.raises(BadInput, match="it is there already"):
-        Repairer(in_place=True, hook=meanwhile).repair(damaged)
+        FileRepairer(in_place=True, hook=meanwhile).repair(damaged)
     assert (damaged.read_bytes(), backup.read_bytes(), temporaries(damaged)) == (PADDED, b"of another program", [])
 
 
@@ -96,7 +96,7 @@ def test_an_output_that_appears_at_the_last_moment_is_kept(damaged):
             damaged.with_name("state.llam.repaired").write_bytes(b"of another program")
 
     with pytest.raises(BadInput, match="it is there already"):
-        Repairer(hook=meanwhile).repair(damaged)
+        FileRepairer(hook=meanwhile).repair(damaged)
     assert damaged.with_name("state.llam.repaired").read_bytes() == b"of another program"
     assert temporaries(damaged) == []
 
@@ -110,7 +110,7 @@ def test_a_file_that_another_program_changes_meanwhile_is_left_to_it(damaged, ho
             damaged.write_bytes(b"of another program, longer or not")
 
     with pytest.raises(StoreUnavailable, match="another program changed it"):
-        Repairer(in_place=True, hook=meanwhile).repair(damaged)
+        FileRepairer(in_place=True, hook=meanwhile).repair(damaged)
     assert {p.name: p.read_bytes() for p in damaged.parent.iterdir()} == {
         "state.llam": b"of another program, longer or not"
     }
@@ -121,5 +121,5 @@ def test_what_does_not_read_back_gets_no_name(damaged, monkeypatch):
     real = disk.write_all
     monkeypatch.setattr("llama_ckpt.store.disk.write_all", lambda fd, data: real(fd, memoryview(bytes(len(data)))))
     with pytest.raises(Exception, match="does not read back"):
-        Repairer(in_place=True).repair(damaged)
+        FileRepairer(in_place=True).repair(damaged)
     assert {p.name: p.read_bytes() for p in damaged.parent.iterdir()} == {"state.llam": PADDED}

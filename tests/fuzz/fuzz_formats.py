@@ -41,9 +41,9 @@ from llama_ckpt.errors import BadInput, CorruptFile, Incompatible, Unsupported  
 from llama_ckpt.formats.kv.layout import Dialect  # noqa: E402
 
 OPERATIONS = (
-    lambda state: kv_edit.cut(state, 2),
+    lambda state: kv_edit.truncate(state, 2),
     lambda state: kv_edit.tail(state, 1),
-    lambda state: kv_edit.join(kv_edit.cut(state, 1), kv_edit.tail(state, 1)),
+    lambda state: kv_edit.join(kv_edit.truncate(state, 1), kv_edit.tail(state, 1)),
     lambda state: kv_edit.to_dialect(state, Dialect(2, True)),
     lambda state: kv_edit.to_dialect(state, Dialect(1), seq_id=3, rotation=(64, 64), now=(64, 64)),
     lambda state: kv_edit.transpose_v(state, transposed=True),
@@ -77,7 +77,7 @@ def one_input(data: bytes) -> None:
 def mend(view: memoryview) -> None:
     """What a repair makes of the bytes has to be a whole file."""
     try:
-        plan = formats.plan_repair(view, "the file")
+        plan = formats.plan_file_repair(view, "the file")
     except CorruptFile:
         return
     if not formats.identify(memoryview(b"".join(plan.parts)), "the file").whole:

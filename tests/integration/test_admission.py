@@ -18,7 +18,7 @@ from llama_ckpt.db.connect import Database
 from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import save_claim
 from llama_ckpt.errors import DatabaseUnavailable, StoreFull, StoreUnavailable
-from llama_ckpt.integrity.mend import Mender
+from llama_ckpt.integrity.reconcile import Reconciler
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Policy
 from llama_ckpt.store.store import Store, no_hook, path_of
@@ -520,7 +520,7 @@ def test_an_unprune_between_the_promise_of_room_and_the_unlink_brings_nothing_ba
 
     def unprune(step):
         if step == "room promised":
-            said.extend(result for _, result in Mender(registry.context).unprune([before, registry.get(old.id)]))
+            said.extend(str(result) for result in Reconciler(registry.context).unprune([before, registry.get(old.id)]))
 
     assert limited(unprune, max_bytes=room(2)).save(engine, "newcomer").outcome is SaveOutcome.SAVED
     assert said[0].startswith("it was collected meanwhile")

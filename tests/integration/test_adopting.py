@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from support import samples
+from support.checksums import counted_crc_bytes, crc_bytes_of_one_check
 from support.sample_engine import SampleEngine, TokenEngine
 from support.whole import checkpoint_bytes
 
@@ -20,7 +21,7 @@ from llama_ckpt.errors import (
     CorruptFile,
     FileMissing,
     Incompatible,
-    NotFound,
+    MissingParent,
     StoreFull,
     StoreUnavailable,
     UnsafePath,
@@ -110,6 +111,25 @@ def test_a_checkpoint_of_another_registry_is_copied_and_restored(registry, their
     assert copy.stat().st_mode & MODE == 0o600
     assert copy.stat().st_ino != theirs.stat().st_ino
     assert registry.restore(engine, TEXT).outcome is Outcome.HIT
+
+
+def test_an_adopted_file_is_checked_once_and_its_copy_once(registry, theirs):
+    with counted_crc_bytes() as sizes:
+        assert one(registry, theirs).outcome is ADOPTED
+    assert sum(sizes) == 2 * crc_bytes_of_one_check(checkpoint_bytes())
+
+
+def test_a_damaged_file_is_checked_once(registry, theirs):
+    data = bytearray(checkpoint_bytes())
+    data[-1] ^= 1
+    theirs.write_bytes(data)
+    with counted_crc_bytes() as sizes:
+        assert one(registry, theirs).reason.endswith(f"the header says {crc32_of(checkpoint_bytes()):08x}")
+    assert sum(sizes) == crc_bytes_of_one_check(checkpoint_bytes())
+
+
+def crc32_of(data):
+    return container.unpack_header(memoryview(data), 0).payload_crc32
 
 
 def test_a_name_that_is_no_id_or_is_taken_gets_a_new_one(registry, engine, tmp_path, saved):
@@ -242,12 +262,12 @@ def test_an_input_whose_time_is_over_is_renewed_by_an_adoption_where_deltas_stan
 
 def test_a_delta_of_another_registry_without_what_it_stands_on_is_refused_and_names_it(registry, their_chain):
     _, _, (longest, longer, whole) = their_chain
-    refusal(registry, longest, NotFound, f"no ACTIVE checkpoint '{longer.stem}'")
-    refusal(registry, longer, NotFound, "adopt what export --format llam writes")
+    refusal(registry, longest, MissingParent, f"no ACTIVE checkpoint '{longer.stem}'")
+    refusal(registry, longer, MissingParent, "adopt what export --format llam writes")
     assert one(registry, whole).outcome is ADOPTED
-    refusal(registry, longest, NotFound, longer.stem)
+    refusal(registry, longest, MissingParent, longer.stem)
     registry.remove(whole.stem)
-    refusal(registry, longer, NotFound, whole.stem)
+    refusal(registry, longer, MissingParent, whole.stem)
 
 
 def test_a_damaged_file_is_refused_with_the_check_that_failed(registry, tmp_path):

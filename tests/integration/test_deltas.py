@@ -20,7 +20,7 @@ from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_info
 from llama_ckpt.errors import BadInput, CommitOutcomeUnknown, Conflict, StoreFull
 from llama_ckpt.gc_values import GcKind
-from llama_ckpt.integrity.mend import Mender
+from llama_ckpt.integrity.reconcile import MendOutcome, Reconciler
 from llama_ckpt.integrity.verify import Verifier, all_ok
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Order, Policy
@@ -156,7 +156,9 @@ def test_a_row_without_a_file_is_verified_pruned_collected_and_brought_back(bloc
     collector = Collector(blocks_of_four.context)
     assert collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True).items == ()
     blocks_of_four.remove(row.id)
-    assert Mender(blocks_of_four.context).unprune([blocks_of_four.get(row.id)])[0][1] == "ACTIVE"
+    assert (
+        Reconciler(blocks_of_four.context).unprune([blocks_of_four.get(row.id)])[0].outcome is MendOutcome.REACTIVATED
+    )
     blocks_of_four.remove(row.id)
     report = collector.run(collector.plan(Policy(stale_grace_s=0)))
     assert ([str(result) for result in report.done], report.freed_bytes) == (["deleted"], 0)

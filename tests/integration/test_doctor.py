@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from llama_ckpt.collector import schedule
 from llama_ckpt.config import DEFAULTS
-from llama_ckpt.db import health, migrate, schedules
+from llama_ckpt.db import health, migrate, mounts, schedules
 from llama_ckpt.db.connect import Database, sqlite_url
 from llama_ckpt.doctor import Diagnosis, Level, examine, worst
 from llama_ckpt.doctor import probe as store_probe
@@ -334,7 +334,7 @@ def mounted(fresh, tmp_path, monkeypatch):
         text.write_text(
             f"22 1 8:1 / / rw - ext4 /dev/sda rw\n36 22 0:40 / {tmp_path} {options} - {kind} server:/x rw\n"
         )
-        monkeypatch.setattr(doctor_store, "_MOUNTS", text)
+        monkeypatch.setattr(doctor_store, "read_mountinfo", text.read_text)
         return fresh()["file system"]
 
     return line
@@ -373,14 +373,14 @@ def test_nfs_is_told_with_what_is_relied_on(fresh, tmp_path, monkeypatch):
     """SQLite's file stands in the store here, and refuses such a place by itself: only doctor is told that it is NFS."""
     text = tmp_path / "mountinfo"
     text.write_text(f"36 22 0:40 / {tmp_path} rw,hard,vers=4.2,nolock,noatime - nfs4 server:/x rw\n")
-    monkeypatch.setattr(doctor_store, "_MOUNTS", text)
+    monkeypatch.setattr(doctor_store, "read_mountinfo", text.read_text)
     assert_line(fresh()["file system"], OK, "nfs4", "rename is one step on the server", "with lookupcache=positive")
     text.write_text(text.read_text().replace("server:/x rw", "server:/x rw,lookupcache=pos"))
     assert "lookupcache" not in fresh()["file system"].detail
 
 
 def test_a_system_that_tells_no_file_systems_is_no_fault(fresh, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor_store, "_MOUNTS", tmp_path / "nothing")
+    monkeypatch.setattr(doctor_store, "read_mountinfo", lambda: "")
     assert_line(fresh()["file system"], OK, "does not tell")
 
 
@@ -393,11 +393,11 @@ def test_mountinfo_is_read_with_its_escapes_and_the_later_of_two_mounts_counts()
             r"31 22 0:6 / /a\040b ro - nfs4 server:/x rw,soft",
         ]
     )
-    assert store_probe.mount_of(Path("/c"), text).kind == "ext4"
-    found = store_probe.mount_of(Path("/a b/store"), text)
+    assert mounts.mount_of(Path("/c"), text).kind == "ext4"
+    found = mounts.mount_of(Path("/a b/store"), text)
     assert (found.kind, found.source, found.point) == ("nfs4", "server:/x", Path("/a b"))
     assert found.options == {"ro", "rw", "soft"}
-    assert store_probe.mount_of(Path("/c"), "") is None
+    assert mounts.mount_of(Path("/c"), "") is None
 
 
 Usage = namedtuple("Usage", "total used free")
@@ -649,7 +649,7 @@ def test_a_store_that_cannot_be_walked_fails(registry, look_at, monkeypatch):
 
 def test_a_huge_store_is_not_counted_to_its_end(look_at, monkeypatch):
     module = importlib.import_module("llama_ckpt.doctor.examine")
-    monkeypatch.setattr(module, "_MOST_FILES", 0)
+    monkeypatch.setattr(module, "_MAX_COUNTED_FILES", 0)
     assert_line(look_at()["files"], OK, "over 0 files (no more were counted)")
 
 

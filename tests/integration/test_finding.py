@@ -20,7 +20,7 @@ from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import BadInput, DatabaseUnavailable, StoreUnavailable
 from llama_ckpt.fingerprint import links_of, prefix_hashes, tokens_hash
 from llama_ckpt.formats import container
-from llama_ckpt.integrity.mend import Mender
+from llama_ckpt.integrity.reconcile import Reconciler
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Policy
 from llama_ckpt.store.marker import MARKER
@@ -490,8 +490,8 @@ def test_links_are_exactly_those_of_active_rows_whatever_happens_to_them(registr
     collector = Collector(registry.context)
     collector.prune(collector.plan_prune(Policy(max_count=2)))
     assert wrong_links(registry) == []
-    mender = Mender(registry.context)
-    back = [why for _, why in mender.unprune(mender.pruned_since(0))]
+    reconciler = Reconciler(registry.context)
+    back = [str(result) for result in reconciler.unprune(reconciler.pruned_since(0))]
     assert "ACTIVE" in back
     assert wrong_links(registry) == []
     collector.run(collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True))
@@ -506,7 +506,7 @@ def test_a_sound_orphan_gets_its_links_with_its_row(registry, save, find):
     with registry.database.write() as db:
         db.execute(sa.delete(meta))
     assert find(*run(9, 99)) is None
-    assert [result for _, result in Mender(registry.context).repair(_ghosts(registry))] == ["registered again"]
+    assert [str(result) for result in Reconciler(registry.context).apply(_ghosts(registry))] == ["registered again"]
     assert find(*run(9, 99)) == (row.id, 9)
 
 
@@ -529,10 +529,10 @@ def test_rows_of_a_version_without_links_are_linked_by_a_repair_once(registry, s
     with registry.database.write() as db:
         db.execute(sa.delete(checkpoint_prefix).where(checkpoint_prefix.c.ckpt_no != rows[0].ckpt_no))
     assert f"row {rows[1].ckpt_no} at token 7 has no link" in missing_links(registry, rows[:2])
-    mender = Mender(registry.context)
-    assert mender.link() == 1, "one has links, one is damaged"
+    reconciler = Reconciler(registry.context)
+    assert reconciler.link() == 1, "one has links, one is damaged"
     assert find(*run(6, 76, 99)) == (rows[1].id, 7)
-    assert mender.link() == 0
+    assert reconciler.link() == 0
     registry.report_bad(rows[2].id)
 
 

@@ -17,7 +17,7 @@ from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.db.tables import registry_lease, save_claim
 from llama_ckpt.errors import BadInput, Busy, Conflict, StoreUnavailable
 from llama_ckpt.fingerprint import hash_input
-from llama_ckpt.integrity.mend import Mender
+from llama_ckpt.integrity.reconcile import Reconciler
 from llama_ckpt.retention.policy import Policy
 from llama_ckpt.store.marker import MARKER
 from llama_ckpt.store.store import path_of
@@ -360,7 +360,7 @@ def test_an_unprune_meanwhile_brings_nothing_back(registry, engine, saved, kept)
     said = []
 
     def unprune():
-        said.extend(r for _, r in Mender(registry.context).unprune([before, registry.get(saved.id)]))
+        said.extend(str(result) for result in Reconciler(registry.context).unprune([before, registry.get(saved.id)]))
 
     hooked(registry, rows_condemned=unprune).run(Purge(input_hash=hash_input("one")))
     assert "ACTIVE" not in said

@@ -17,7 +17,7 @@ from llama_ckpt.collector.purge import Purge, Purger
 from llama_ckpt.db import collecting
 from llama_ckpt.db.connect import sqlite_url
 from llama_ckpt.gc_values import RowVersion
-from llama_ckpt.integrity.mend import Mender
+from llama_ckpt.integrity.reconcile import Reconciler
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Policy
 from llama_ckpt.values import StaleReason
@@ -72,7 +72,7 @@ def a_day_of_work(registry, engine):
     policy = Policy(max_count=5)
     marked = collector.prune(collector.plan_prune(policy))
     assert marked
-    Mender(registry.context).unprune([registry.get(marked[0].row.id)])
+    Reconciler(registry.context).unprune([registry.get(marked[0].row.id)])
     (registry.store.root / registry.get(ids[7]).file_path).unlink()
     collector.run(collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True))
     Purger(registry.context).run(Purge(input_hash=registry.get(ids[1]).input_hash))

@@ -32,7 +32,7 @@ from llama_ckpt.db.tables import llama_checkpoint_meta as meta
 from llama_ckpt.errors import BadInput, Busy, CommitOutcomeUnknown, Conflict, DatabaseUnavailable, StoreUnavailable
 from llama_ckpt.fingerprint import hash_input
 from llama_ckpt.gc_values import GcKind, GcOutcome, RowVersion
-from llama_ckpt.integrity.mend import Mender
+from llama_ckpt.integrity.reconcile import Reconciler
 from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.registry import Registry
 from llama_ckpt.retention.policy import Policy
@@ -525,7 +525,7 @@ def test_what_prune_marked_comes_back_and_what_is_purged_does_not(registry, engi
     registry.save(engine, "the newest stays")
     collector = Collector(registry.context)
     collector.prune(collector.plan_prune(Policy(max_age_s=3600)))
-    assert [result for _, result in Mender(registry.context).unprune([registry.get(saved.id)])] == ["ACTIVE"]
+    assert [str(result) for result in Reconciler(registry.context).unprune([registry.get(saved.id)])] == ["ACTIVE"]
     delta_of(registry, saved, "child")
     assert Purger(registry.context).run(Purge(model_name="sample")).n_rows == 3
     assert registry.list() == []
@@ -631,7 +631,7 @@ def test_a_match_by_prefix_and_a_later_link_speak_oracles_sql(registry, engine, 
     with registry.database.write() as db:
         db.execute(sa.delete(checkpoint_prefix))
         assert rows.by_number(db, saved.ckpt_no) == rows.by_path(db, saved.file_path) == saved
-    assert Mender(registry.context).link() == 1
+    assert Reconciler(registry.context).link() == 1
     assert registry.match(asked, fingerprint=engine.fingerprint).n_matching == len(engine.ids)
 
 

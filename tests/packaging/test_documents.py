@@ -75,7 +75,9 @@ def prose_lines(name):
 
 
 def error_classes():
-    return [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, errors.LlamaCkptError)]
+    """Every error with an exit code of its own."""
+    kinds = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, errors.LlamaCkptError)]
+    return [kind for kind in kinds if "exit_code" in vars(kind)]
 
 
 def command_names():

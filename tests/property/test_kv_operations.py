@@ -126,7 +126,7 @@ def test_a_state_of_any_shape_is_parsed_to_its_last_byte(made):
 def test_cut_and_tail_are_the_states_that_hold_just_those_cells(made, data):
     state = view(made.state())
     at = made.start + data.draw(st.integers(1, made.n_cells))
-    assert bytes(kv_edit.cut(state, at)) == made.state(made.expected(lambda p: p < at))
+    assert bytes(kv_edit.truncate(state, at)) == made.state(made.expected(lambda p: p < at))
     if at < made.start + made.n_cells:
         assert bytes(kv_edit.tail(state, at)) == made.state(made.expected(lambda p: p >= at))
 
@@ -138,7 +138,7 @@ def test_join_is_the_inverse_of_cutting_in_two(made, data):
     made.order = sorted(made.order)
     state = view(made.state())
     at = made.start + data.draw(st.integers(1, made.n_cells - 1))
-    assert bytes(kv_edit.join(kv_edit.cut(state, at), kv_edit.tail(state, at))) == bytes(state)
+    assert bytes(kv_edit.join(kv_edit.truncate(state, at), kv_edit.tail(state, at))) == bytes(state)
 
 
 @settings(max_examples=100, deadline=None)
@@ -183,7 +183,7 @@ def test_layers_replaced_and_put_back_give_the_first_state(made, layers):
 # -- hostile bytes --------------------------------------------------------------------------------------------------------
 
 OPERATIONS = [
-    lambda s: kv_edit.cut(s, 1),
+    lambda s: kv_edit.truncate(s, 1),
     lambda s: kv_edit.tail(s, 1),
     lambda s: kv_edit.join(s, s),
     lambda s: kv_edit.to_dialect(s, Dialect(2, True)),

@@ -20,7 +20,7 @@ UNPROVEN = {*range(0x1A, 0x1C), *range(0x40, 0x60), *range(0x60, 0x68)}
 def mended(data: bytes, **trust) -> bytes | None:
     """The repaired bytes, None where the repair is refused; any other error is the test's failure."""
     try:
-        plan = formats.plan_repair(memoryview(data), "the file", **trust)
+        plan = formats.plan_file_repair(memoryview(data), "the file", **trust)
     except CorruptFile:
         return None
     made = b"".join(plan.parts)

@@ -87,7 +87,7 @@ class CausalEngine:
         n = len(token_ids)
         if n_kept > min(len(self.held), n - 1) or (self.held[:n_kept] != token_ids[:n_kept]).any():
             raise EngineStateMismatch(reason=f"it does not hold the first {n_kept}")
-        kept = bytes(kv_edit.cut(memoryview(self.state), n_kept)) if n_kept else b""
+        kept = bytes(kv_edit.truncate(memoryview(self.state), n_kept)) if n_kept else b""
         if kept and kept != state_of(token_ids[:n_kept]):
             raise EngineFailed(reason="what it keeps is not the state of these tokens")
         chain = chain_of(token_ids)

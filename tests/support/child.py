@@ -28,7 +28,7 @@ def main() -> None:
     from llama_ckpt.collector.collector import Collector
     from llama_ckpt.collector.purge import Purge, Purger
     from llama_ckpt.exchange.adopt import AdoptOptions, adopt
-    from llama_ckpt.integrity.mend import Mender
+    from llama_ckpt.integrity.reconcile import Reconciler
     from llama_ckpt.registry import Registry
     from llama_ckpt.retention.policy import Policy
     from llama_ckpt.values import Status
@@ -55,7 +55,9 @@ def main() -> None:
             report = collector.run(collector.plan(Policy(stale_grace_s=0, ghost_grace_s=60)))
             answer = [report.freed_bytes, report.n_failed]
         elif order["verb"] == "unprune":
-            answer = [result for _, result in Mender(registry.context).unprune(registry.list(status=Status.STALE))]
+            answer = [
+                str(result) for result in Reconciler(registry.context).unprune(registry.list(status=Status.STALE))
+            ]
         elif order["verb"] == "purge":
             answer = Purger(registry.context).run(Purge(label=order["label"])).n_rows
         elif order["verb"] == "adopt":

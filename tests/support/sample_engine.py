@@ -67,12 +67,12 @@ class SampleEngine:
 
     def capture(self):
         n, whole = len(self.held), memoryview(bytearray(self.state)).toreadonly()
-        return kv_edit.cut(whole, n) if 0 < n < len(self.ids) else whole
+        return kv_edit.truncate(whole, n) if 0 < n < len(self.ids) else whole
 
     def load(self, state, token_ids):
         self.n_loads += 1
         n, whole = len(token_ids), memoryview(self.state)
-        expected = kv_edit.cut(whole, n) if n < len(self.ids) else whole
+        expected = kv_edit.truncate(whole, n) if n < len(self.ids) else whole
         if self.refuses or state != expected:
             self.held = NOTHING
             raise EngineFailed(reason="it took 0 bytes of state")

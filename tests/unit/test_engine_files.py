@@ -188,9 +188,9 @@ def test_a_file_for_llama_cli_leaves_the_last_cell_to_it():
     assert file.token_ids.tolist() == ids.tolist()
     assert engine_files.held_token_ids(file).tolist() == ids[:2].tolist()
     back = kv_edit.to_dialect(engine_files.sequence_state(file), Dialect())
-    assert bytes(back) == bytes(kv_edit.cut(state, 2))
+    assert bytes(back) == bytes(kv_edit.truncate(state, 2))
     with pytest.raises(BadInput, match="two tokens"):
-        engine_files.encode_ggsn(11, ids[:1], kv_edit.cut(state, 1), "llama")
+        engine_files.encode_ggsn(11, ids[:1], kv_edit.truncate(state, 1), "llama")
 
 
 @pytest.mark.parametrize("version", [0, 1, 5, 9])
@@ -229,7 +229,7 @@ def test_sequences_that_share_cells_are_taken_apart():
     file = read(samples.data(samples.SHARED))
     assert kv_context.sequences(file.body) == {0: 6, 1: 6}
     one, two = (engine_files.sequence_state(file, seq_id) for seq_id in (0, 1))
-    assert bytes(kv_edit.cut(one, 4))[8:] == bytes(kv_edit.cut(kv_edit.to_dialect(two, Dialect()), 4))[8:]
+    assert bytes(kv_edit.truncate(one, 4))[8:] == bytes(kv_edit.truncate(kv_edit.to_dialect(two, Dialect()), 4))[8:]
     assert bytes(kv_edit.tail(one, 4)) != bytes(kv_edit.tail(kv_edit.to_dialect(two, Dialect()), 4))
 
 

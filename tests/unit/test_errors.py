@@ -12,7 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 
 from llama_ckpt import errors
-from llama_ckpt.errors import BadInput, CorruptFile, EngineMissing, LlamaCkptError, NotFound
+from llama_ckpt.errors import BadInput, CorruptFile, EngineMissing, FileMissing, LlamaCkptError, MissingParent, NotFound
 
 KINDS = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, LlamaCkptError)]
 SUBCLASSES = [kind for kind in KINDS if kind is not LlamaCkptError]
@@ -56,13 +56,24 @@ def test_an_error_with_a_value_missing_is_a_mistake_of_the_caller(kind):
 
 
 def test_no_two_errors_have_the_same_exit_code():
-    codes = {kind.__name__: kind.exit_code for kind in KINDS}
+    codes = {kind.__name__: kind.exit_code for kind in KINDS if kind is not MissingParent}
     assert len(set(codes.values())) == len(codes)
+
+
+def test_a_missing_parent_is_a_missing_checkpoint_to_a_shell_and_names_it():
+    error = MissingParent(what="ACTIVE checkpoint", name="0" * 32, hint="Bring it back first.")
+    assert (error.checkpoint_id, error.exit_code) == ("0" * 32, NotFound.exit_code)
+    assert str(error) == str(NotFound(**error.values))
+
+
+def test_the_reason_of_an_error_is_a_part_of_its_message_or_all_of_it():
+    assert BadInput(what="label", value="", reason="it is empty").reason == "it is empty"
+    assert FileMissing(path="a.llam").reason == "a.llam: the file is not there"
 
 
 @pytest.mark.parametrize("kind", SUBCLASSES, ids=lambda k: k.__name__)
 def test_an_exit_code_is_the_errors_own_and_means_nothing_else_to_a_shell(kind):
-    assert "exit_code" in vars(kind)
+    assert "exit_code" in vars(kind) or kind is MissingParent
     assert 3 <= kind.exit_code <= 63  # 1: any failure, 2: wrong usage; from 64 on others give a meaning
 
 

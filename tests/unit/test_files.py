@@ -84,7 +84,7 @@ def test_a_payload_of_any_item_size_is_written_byte_for_byte(store):
 
 
 def test_a_payload_larger_than_one_call_to_the_system_is_written_in_full(store, monkeypatch):
-    monkeypatch.setattr(disk, "_CHUNK", 1000)
+    monkeypatch.setattr(disk, "_CHUNK_BYTES", 1000)
     store.write(ID, HEAD, PAYLOAD)
     assert read(store) == WHOLE
 

@@ -78,7 +78,7 @@ def test_a_chain_of_stretches_gives_the_whole_state_again(name):
 def test_a_stretch_of_a_longer_state_is_taken_from_its_middle():
     state = state_of(samples.F16)
     n = n_cells(state)
-    assert kv_edit.gather([kv_edit.CellRange(state, 0, 1), kv_edit.CellRange(state, 1, n - 1)]) == kv_edit.cut(
+    assert kv_edit.gather([kv_edit.CellRange(state, 0, 1), kv_edit.CellRange(state, 1, n - 1)]) == kv_edit.truncate(
         state, n - 1
     )
 
@@ -97,8 +97,8 @@ def test_equal_cells_of_a_state_and_its_cut_are_all_of_the_cut(name):
     state = state_of(name)
     n = n_cells(state)
     assert kv_edit.equal_cells(state, memoryview(bytes(state))) == n
-    assert kv_edit.equal_cells(state, kv_edit.cut(state, n - 1)) == n - 1
-    assert kv_edit.equal_cells(kv_edit.cut(state, 1), state) == 1
+    assert kv_edit.equal_cells(state, kv_edit.truncate(state, n - 1)) == n - 1
+    assert kv_edit.equal_cells(kv_edit.truncate(state, 1), state) == 1
 
 
 @pytest.mark.parametrize("name", [samples.F16, samples.F16_FLASH, samples.Q8_FLASH])
@@ -130,7 +130,7 @@ def test_states_of_other_positions_order_or_layout_have_no_equal_cells():
 def test_a_state_cut_in_two_anywhere_is_joined_to_the_same_bytes(name):
     state = state_of(name)
     for n in range(1, n_cells(state)):
-        head, behind = kv_edit.cut(state, n), kv_edit.tail(state, n)
+        head, behind = kv_edit.truncate(state, n), kv_edit.tail(state, n)
         assert kv_state.parse(head).positions.tolist() == list(range(n))
         assert kv_state.parse(behind).positions.tolist() == list(range(n, n_cells(state)))
         assert bytes(kv_edit.join(head, behind)) == bytes(state)
@@ -139,14 +139,14 @@ def test_a_state_cut_in_two_anywhere_is_joined_to_the_same_bytes(name):
 @pytest.mark.parametrize("name", SLICEABLE)
 def test_a_cut_at_the_end_and_a_tail_from_the_beginning_change_nothing(name):
     state = state_of(name)
-    assert bytes(kv_edit.cut(state, n_cells(state))) == bytes(state)
+    assert bytes(kv_edit.truncate(state, n_cells(state))) == bytes(state)
     assert bytes(kv_edit.tail(state, 0)) == bytes(state)
 
 
 @pytest.mark.parametrize("name", [samples.F16, samples.F16_FLASH, samples.V4_TWO_STREAMS])
 def test_a_cut_keeps_the_numbers_of_the_first_cells(name):
     state = state_of(name)
-    short = kv_edit.cut(state, 2)
+    short = kv_edit.truncate(state, 2)
     for layer in (0, 15, 29):
         for part in ("k", "v"):
             assert np.array_equal(rows_of(short, layer, part), rows_of(state, layer, part)[:2])
@@ -154,14 +154,14 @@ def test_a_cut_keeps_the_numbers_of_the_first_cells(name):
 
 def test_cuts_of_cuts_and_tails_of_tails_are_one_cut_and_one_tail():
     state = state_of(samples.V4_TWO_STREAMS)
-    assert bytes(kv_edit.cut(kv_edit.cut(state, 3), 2)) == bytes(kv_edit.cut(state, 2))
+    assert bytes(kv_edit.truncate(kv_edit.truncate(state, 3), 2)) == bytes(kv_edit.truncate(state, 2))
     assert bytes(kv_edit.tail(kv_edit.tail(state, 1), 3)) == bytes(kv_edit.tail(state, 3))
-    assert bytes(kv_edit.cut(kv_edit.tail(state, 1), 3)) == bytes(kv_edit.tail(kv_edit.cut(state, 3), 1))
+    assert bytes(kv_edit.truncate(kv_edit.tail(state, 1), 3)) == bytes(kv_edit.tail(kv_edit.truncate(state, 3), 1))
 
 
 def test_three_pieces_are_joined_in_either_order():
     state = state_of(samples.V4_TWO_STREAMS)
-    a, b, c = kv_edit.cut(state, 1), kv_edit.cut(kv_edit.tail(state, 1), 3), kv_edit.tail(state, 3)
+    a, b, c = kv_edit.truncate(state, 1), kv_edit.truncate(kv_edit.tail(state, 1), 3), kv_edit.tail(state, 3)
     assert bytes(kv_edit.join(kv_edit.join(a, b), c)) == bytes(state)
     assert bytes(kv_edit.join(a, kv_edit.join(b, c))) == bytes(state)
 
@@ -169,17 +169,17 @@ def test_three_pieces_are_joined_in_either_order():
 def test_cells_that_do_not_stand_in_order_are_chosen_by_their_position():
     state = state_of(samples.F16_FLASH)
     mixed = shuffled(state, [2, 0, 1])
-    assert bytes(kv_edit.cut(mixed, 2)) == bytes(kv_edit.cut(state, 2))
+    assert bytes(kv_edit.truncate(mixed, 2)) == bytes(kv_edit.truncate(state, 2))
     assert bytes(kv_edit.tail(mixed, 2)) == bytes(kv_edit.tail(state, 2))
     apart = shuffled(state, [1, 0, 2])
-    assert kv_state.parse(kv_edit.cut(shuffled(state, [1, 2, 0]), 2)).positions.tolist() == [1, 0]
-    assert bytes(kv_edit.cut(apart, 3)) == bytes(apart)
+    assert kv_state.parse(kv_edit.truncate(shuffled(state, [1, 2, 0]), 2)).positions.tolist() == [1, 0]
+    assert bytes(kv_edit.truncate(apart, 3)) == bytes(apart)
 
 
 @pytest.mark.parametrize("n", [-1, 0, 4, 2**31])
 def test_a_cut_outside_the_state_is_refused_with_what_it_holds(n):
     with pytest.raises(BadInput, match="positions 0 to 2"):
-        kv_edit.cut(state_of(samples.F16), n)
+        kv_edit.truncate(state_of(samples.F16), n)
 
 
 @pytest.mark.parametrize("start", [-1, 3, 2**31])
@@ -190,7 +190,7 @@ def test_a_tail_outside_the_state_is_refused(start):
 
 def test_states_whose_positions_do_not_follow_one_another_are_not_joined():
     state = state_of(samples.F16)
-    for head, behind in ((state, state), (kv_edit.cut(state, 1), kv_edit.tail(state, 2))):
+    for head, behind in ((state, state), (kv_edit.truncate(state, 1), kv_edit.tail(state, 2))):
         with pytest.raises(Incompatible, match="ends with position"):
             kv_edit.join(head, behind)
 
@@ -205,12 +205,12 @@ def test_states_whose_positions_do_not_follow_one_another_are_not_joined():
 )
 def test_states_of_different_shape_are_not_joined(other, words):
     with pytest.raises(Incompatible, match=words):
-        kv_edit.join(kv_edit.cut(state_of(samples.F16), 2), kv_edit.tail(state_of(other), 2))
+        kv_edit.join(kv_edit.truncate(state_of(samples.F16), 2), kv_edit.tail(state_of(other), 2))
 
 
 def test_states_of_other_types_are_not_joined():
     with pytest.raises(Incompatible, match="K of layer 0: f16 rows of 384 bytes, in the other q8_0 rows of 204 bytes"):
-        kv_edit.join(kv_edit.cut(state_of(samples.F16_FLASH), 2), kv_edit.tail(state_of(samples.Q8_FLASH), 2))
+        kv_edit.join(kv_edit.truncate(state_of(samples.F16_FLASH), 2), kv_edit.tail(state_of(samples.Q8_FLASH), 2))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_states_of_other_types_are_not_joined():
 @pytest.mark.parametrize(
     "operation",
     [
-        lambda s: kv_edit.cut(s, 2),
+        lambda s: kv_edit.truncate(s, 2),
         lambda s: kv_edit.tail(s, 2),
         lambda s: kv_edit.join(s, s),
         lambda s: kv_edit.to_dialect(s, Dialect(2)),
@@ -241,7 +241,7 @@ def test_memory_that_has_not_one_cell_a_token_is_refused_with_the_reason(name, w
 def test_results_are_new_and_read_only_and_nothing_of_the_source_is_kept():
     source = bytearray(state_of(samples.F16))
     results = [
-        kv_edit.cut(memoryview(source), 2),
+        kv_edit.truncate(memoryview(source), 2),
         kv_edit.tail(memoryview(source), 1),
         kv_edit.transpose_v(memoryview(source), transposed=False),
         kv_edit.to_dialect(memoryview(source), Dialect(2)),
@@ -258,7 +258,7 @@ def test_an_operation_costs_one_buffer_of_its_result():
     state = state_of(samples.F16)
     tracemalloc.start()
     try:
-        kv_edit.cut(state, 2)
+        kv_edit.truncate(state, 2)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -295,7 +295,7 @@ def test_a_state_of_before_streams_is_read_and_written_as_today(name):
     old = before_streams(name)
     assert kv_state.parse(old).layout == Dialect(0)
     assert bytes(kv_edit.to_dialect(old, Dialect())) == bytes(state_of(name))
-    assert bytes(kv_edit.to_dialect(kv_edit.cut(old, 2), Dialect())) == bytes(kv_edit.cut(state_of(name), 2))
+    assert bytes(kv_edit.to_dialect(kv_edit.truncate(old, 2), Dialect())) == bytes(kv_edit.truncate(state_of(name), 2))
     with pytest.raises(Unsupported, match="states of before streams are read, not written"):
         kv_edit.to_dialect(old, Dialect(0))
 
@@ -413,7 +413,7 @@ def test_layers_are_counted_over_all_caches():
 def test_layers_are_replaced_only_by_those_of_the_same_positions():
     state = state_of(samples.F16)
     with pytest.raises(Incompatible, match=r"positions 0 to 2 \(3 cells\) here, 0 to 1 \(2 cells\)"):
-        kv_edit.replace_layers(state, kv_edit.cut(state, 2), [0])
+        kv_edit.replace_layers(state, kv_edit.truncate(state, 2), [0])
     with pytest.raises(BadInput, match="layers 0 to 29"):
         kv_edit.replace_layers(state, state, [0, 30, -1])
     with pytest.raises(Incompatible, match="V transposed"):
@@ -489,4 +489,4 @@ def test_a_state_of_any_type_is_cut_and_joined(ggml_type):
         state += struct.pack("<iQ", ggml_type, row_bytes) + row[i].tobytes()
     view = memoryview(state)
     assert kv_state.parse(view).k[0].row_bytes == row_bytes
-    assert bytes(kv_edit.join(kv_edit.cut(view, 1), kv_edit.tail(view, 1))) == state
+    assert bytes(kv_edit.join(kv_edit.truncate(view, 1), kv_edit.tail(view, 1))) == state

@@ -19,7 +19,7 @@ PAYLOAD_AT = 4096
 
 def repaired(data: bytes, **trust) -> tuple[bytes, str]:
     """The repaired bytes, which must open, and what was said of them."""
-    plan = formats.plan_repair(memoryview(data), "the file", **trust)
+    plan = formats.plan_file_repair(memoryview(data), "the file", **trust)
     made = b"".join(plan.parts)
     found = formats.identify(memoryview(made), "the file")
     assert (found.whole, found.padding) == (True, 0)
@@ -28,7 +28,7 @@ def repaired(data: bytes, **trust) -> tuple[bytes, str]:
 
 def refused(data: bytes, **trust) -> str:
     with pytest.raises(CorruptFile) as caught:
-        formats.plan_repair(memoryview(data), "the file", **trust)
+        formats.plan_file_repair(memoryview(data), "the file", **trust)
     assert caught.value.values["check"] == "Repair"
     return str(caught.value.values["reason"])
 
@@ -46,7 +46,7 @@ def test_padding_is_taken_off(name, zeros):
 
 def test_no_byte_of_the_payload_is_copied():
     data = bytearray(bytes(3) + small.changed(WHOLE, seq_len=5))
-    plan = formats.plan_repair(memoryview(data), "the file")
+    plan = formats.plan_file_repair(memoryview(data), "the file")
     head, payload = plan.parts
     data[-1] ^= 1
     assert payload[-1] == data[-1], "the part is a view into what was given"

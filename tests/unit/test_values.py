@@ -11,6 +11,7 @@ from llama_ckpt.errors import StoreUnavailable
 from llama_ckpt.gc_values import CollectionSummary, GcItem, GcKind, GcPlan, GcReport, RowVersion, Verdict
 from llama_ckpt.values import (
     Check,
+    CheckName,
     Checkpoint,
     Difference,
     Fingerprint,
@@ -34,18 +35,18 @@ from llama_ckpt.values import (
 @pytest.mark.parametrize(
     ("check", "line"),
     [
-        (Check(name="Header", ok=True), "Header OK"),
-        (Check(name="CRC32", ok=True), "CRC32 OK"),
-        (Check(name="Structure", ok=True), "Structure OK"),
-        (Check(name="Dimensions", ok=True), "Dimensions match model"),
-        (Check(name="Row", ok=True), "Row OK"),
-        (Check(name="Header", ok=False, detail="no LLAM magic"), "Header FAILED: no LLAM magic"),
-        (Check(name="CRC32", ok=False), "CRC32 FAILED"),
-        (Check(name="Dimensions", ok=False, detail="n_layer is 32"), "Dimensions differ from model: n_layer is 32"),
-        (Check(name="Dimensions", ok=None, detail="the model is not registered here"),
+        (Check(name=CheckName.HEADER, ok=True), "Header OK"),
+        (Check(name=CheckName.CRC32, ok=True), "CRC32 OK"),
+        (Check(name=CheckName.STRUCTURE, ok=True), "Structure OK"),
+        (Check(name=CheckName.DIMENSIONS, ok=True), "Dimensions match model"),
+        (Check(name=CheckName.ROW, ok=True), "Row OK"),
+        (Check(name=CheckName.HEADER, ok=False, detail="no LLAM magic"), "Header FAILED: no LLAM magic"),
+        (Check(name=CheckName.CRC32, ok=False), "CRC32 FAILED"),
+        (Check(name=CheckName.DIMENSIONS, ok=False, detail="n_layer is 32"), "Dimensions differ from model: n_layer is 32"),
+        (Check(name=CheckName.DIMENSIONS, ok=None, detail="the model is not registered here"),
          "Dimensions not checked: the model is not registered here"),
-        (Check(name="CRC32", ok=None, detail="Header failed"), "CRC32 not checked: Header failed"),
-        (Check(name="Header", ok=True, detail="after 8 zero bytes before the magic"),
+        (Check(name=CheckName.CRC32, ok=None, detail="Header failed"), "CRC32 not checked: Header failed"),
+        (Check(name=CheckName.HEADER, ok=True, detail="after 8 zero bytes before the magic"),
          "Header OK: after 8 zero bytes before the magic"),
     ],
 )  # fmt: skip

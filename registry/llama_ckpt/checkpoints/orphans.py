@@ -1,12 +1,12 @@
-"""LLAM files without a row: the row that each is to have, by its own header and metadata; a delta after what it stands on."""
+"""LLAM files without a row: the row that each one gets, from its header and metadata. A delta needs its parent's row first."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -15,139 +15,160 @@ from llama_ckpt.checkpoints.register import SaveOptions, clean_name, row_of
 from llama_ckpt.checkpoints.search import token_ids_of
 from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import rows
-from llama_ckpt.errors import CorruptFile, NotFound
+from llama_ckpt.errors import CorruptFile, MissingParent
 from llama_ckpt.fingerprint import TokenIds, tokens_hash
-from llama_ckpt.values import Checkpoint, MemoryKind, NewCheckpoint, RegisteredModel, Status
+from llama_ckpt.values import CheckName, Checkpoint, MemoryKind, NewCheckpoint, RegisteredModel, Status
 
-Result = TypeVar("Result")
+Item = TypeVar("Item")
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundFile:
-    """A LLAM file of which every byte was checked: the row that it is to have, its model, and all of its token ids."""
+class RegistrableFile:
+    """A LLAM file of which every byte was checked: the row that it gets, its model, and all of its token ids, including those
+    before a delta's `start_token`.
+    """
 
     new: NewCheckpoint
     model: RegisteredModel
     token_ids: TokenIds
 
 
-NONE: Mapping[str, FoundFile] = MappingProxyType({})
+NONE_PLANNED: Mapping[str, RegistrableFile] = MappingProxyType({})
 
 
-def found_in_store(context: RegistryContext, path: str, planned: Mapping[str, FoundFile] = NONE) -> FoundFile:
-    """The row that a file of our own store had, after every byte of it was checked. `planned` as `found_file`.
+class WaitingDeltas(Generic[Item]):
+    """Deltas whose parents have no ACTIVE row yet, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[str, Item]] = []
+
+    def add(self, parent_id: str, item: Item) -> None:
+        """Adds a delta that needs the checkpoint `parent_id`."""
+        self._waiting.append((parent_id, item))
+
+    def take_ready(self, has_row: Callable[[str], bool]) -> list[Item]:
+        """Removes and returns the deltas whose parent has a row by now. Empty if no parent was registered since the last call."""
+        ready = {parent_id for parent_id, _ in self._waiting if has_row(parent_id)}
+        items = [item for parent_id, item in self._waiting if parent_id in ready]
+        self._waiting = [(parent_id, item) for parent_id, item in self._waiting if parent_id not in ready]
+        return items
+
+    def take_rest(self) -> list[Item]:
+        """Removes and returns all of them."""
+        items = [item for _, item in self._waiting]
+        self._waiting = []
+        return items
+
+
+def read_orphan(
+    context: RegistryContext, path: str, planned: Mapping[str, RegistrableFile] = NONE_PLANNED
+) -> RegistrableFile:
+    """Reads a file in the store that has no row, at its relative path, and derives the row that it had. For `planned`, see
+    `registrable`.
 
     Raises:
-        CorruptFile, NotFound: as `found_file`.
-        FileMissing, UnsafePath, StoreUnavailable: it cannot be read.
+        CorruptFile, MissingParent: as `registrable`.
+        FileMissing, UnsafePath, StoreUnavailable: the file cannot be read.
     """
     with context.store.map(path) as view:
         file = formats.open_checkpoint(view, path)
         stem = path.rpartition("/")[2].partition(".")[0]
-        found = found_file(context, file, path, free_id(context, file, stem) or stem, SaveOptions(), planned)
+        checkpoint_id = free_id(context, file, stem) or stem
+        orphan = registrable(context, file, path, checkpoint_id=checkpoint_id, options=SaveOptions(), planned=planned)
     context.hook("checked")
-    return replace(found, new=replace(found.new, file_path=path))
+    return replace(orphan, new=replace(orphan.new, file_path=path))
 
 
-def found_file(
+def registrable(
     context: RegistryContext,
     file: formats.CheckpointFile,
     name: str,
+    *,
     checkpoint_id: str,
     options: SaveOptions,
-    planned: Mapping[str, FoundFile] = NONE,
-) -> FoundFile:
-    """The row that a LLAM file is to have under an id, by its header and metadata. A delta names its parent by its id, which no
-    other checkpoint ever has, in any registry. `planned` are files by id that would be registered before it, in a dry run.
+    planned: Mapping[str, RegistrableFile] = NONE_PLANNED,
+) -> RegistrableFile:
+    """The row of a LLAM file under an id, derived from its header and metadata. A delta names its parent by id; ids are unique
+    across registries. `planned` are files by id that count as registered: those of a dry run. `name` is the file's name in
+    messages.
 
     Raises:
-        CorruptFile: it is of a kind of memory not known here, or a delta that does not go on from what it names.
-        NotFound: it is a delta, and what it stands on is not ACTIVE here.
-        FileMissing, UnsafePath, StoreUnavailable, DatabaseUnavailable: what it stands on cannot be read.
+        CorruptFile: the kind of memory is unknown, or the file is a delta that does not fit the parent that it names.
+        MissingParent: the file is a delta, and its parent is not ACTIVE here.
+        FileMissing, UnsafePath, StoreUnavailable, DatabaseUnavailable: the parent cannot be read.
     """
     header, metadata = file.contents.header, file.contents.metadata
     model_name = clean_name(str(metadata.get("model_name") or "unnamed"))
     kind = str(metadata.get("memory_kind", "full"))
     if kind not in list(MemoryKind):
-        raise CorruptFile(path=name, check="Structure", reason=f"it is of no kind of memory known here: {kind[:40]}")
-    token_ids = file.contents.token_ids
-    place: dict[str, Any] = {}
-    if start := header.start_token:
-        parent, before = _parent(context, file, name, planned)
-        noted = metadata.get("tokens_before")  # nothing by versions that did not note it
-        if noted is not None and noted != tokens_hash(before[:start]).hex():
-            reason = f"its first {start} tokens are others than those of checkpoint {parent.id}"
-            raise CorruptFile(path=name, check="Structure", reason=reason)
-        token_ids = np.concatenate([before[:start], token_ids])
-        number = parent.ckpt_no if isinstance(parent, Checkpoint) else None
-        place = {"start_token": start, "parent_no": number, "extends_no": number if start == parent.n_tokens else None}
-    new = replace(row_of(header, checkpoint_id, model_name, MemoryKind(kind), token_ids, options), **place)
+        raise _corrupt(name, f"it is of no kind of memory known here: {kind[:40]}")
+    start, token_ids = header.start_token, file.contents.token_ids
+    parent: Checkpoint | NewCheckpoint | None = None
+    if start:
+        parent, parent_ids = _parent(context, file, name, planned)
+        token_ids = np.concatenate([_shared_prefix(file, name, parent, parent_ids), token_ids])
+    new = row_of(header, checkpoint_id, model_name, MemoryKind(kind), token_ids, options)
+    if parent is not None:
+        parent_no = parent.ckpt_no if isinstance(parent, Checkpoint) else None
+        extends_no = parent_no if start == parent.n_tokens else None
+        new = replace(new, start_token=start, parent_no=parent_no, extends_no=extends_no)
     model = RegisteredModel(fingerprint=file.fingerprint, model_name=model_name, dimensions=file.dimensions)
-    return FoundFile(new=new, model=model, token_ids=token_ids)
+    return RegistrableFile(new=new, model=model, token_ids=token_ids)
 
 
 def _parent(
-    context: RegistryContext, file: formats.CheckpointFile, name: str, planned: Mapping[str, FoundFile]
+    context: RegistryContext, file: formats.CheckpointFile, name: str, planned: Mapping[str, RegistrableFile]
 ) -> tuple[Checkpoint | NewCheckpoint, TokenIds]:
-    """What a delta stands on, with its token ids."""
+    """The parent of a delta, with its token ids."""
     header, parent_id = file.contents.header, _id_in(file, "parent")
     if parent_id is None:
-        raise CorruptFile(path=name, check="Structure", reason="it is a delta, and its metadata names no parent")
+        raise _corrupt(name, "it is a delta, and its metadata names no parent")
     parent: Checkpoint | NewCheckpoint
-    if (row := active(context, parent_id)) is not None:
+    if (row := active_row(context, parent_id)) is not None:
         parent, token_ids = row, token_ids_of(context, row)
     elif parent_id in planned:
         parent, token_ids = planned[parent_id].new, planned[parent_id].token_ids
     else:
         hint = f"{name} is a delta and stands on it: bring that back first, or adopt what export --format llam writes."
-        raise NotFound(what="ACTIVE checkpoint", name=parent_id, hint=hint)
+        raise MissingParent(what="ACTIVE checkpoint", name=parent_id, hint=hint)
     if parent.fingerprint != header.fingerprint or not parent.start_token < header.start_token <= parent.n_tokens:
-        reason = f"it begins at token {header.start_token}, and does not go on from checkpoint {parent.id}"
-        raise CorruptFile(path=name, check="Structure", reason=reason)
+        raise _corrupt(name, f"it begins at token {header.start_token}, and does not go on from checkpoint {parent.id}")
     return parent, token_ids
 
 
+def _shared_prefix(
+    file: formats.CheckpointFile, name: str, parent: Checkpoint | NewCheckpoint, parent_ids: TokenIds
+) -> TokenIds:
+    """The parent's tokens before a delta's `start_token`, after they were compared with the hash in the delta's metadata."""
+    start = file.contents.header.start_token
+    recorded = file.contents.metadata.get("tokens_before")  # None in files of versions that did not record it
+    if recorded is not None and recorded != tokens_hash(parent_ids[:start]).hex():
+        raise _corrupt(name, f"its first {start} tokens are others than those of checkpoint {parent.id}")
+    return parent_ids[:start]
+
+
+def _corrupt(name: str, reason: str) -> CorruptFile:
+    return CorruptFile(path=name, check=CheckName.STRUCTURE, reason=reason)
+
+
 def _id_in(file: formats.CheckpointFile, field: str) -> str | None:
-    """A checkpoint's id that stands in the metadata."""
-    found = file.contents.metadata.get(field)
-    return found if isinstance(found, str) and _ID.fullmatch(found) else None
+    """A checkpoint's id in a field of the metadata."""
+    value = file.contents.metadata.get(field)
+    return value if isinstance(value, str) and _ID.fullmatch(value) else None
 
 
-def free_id(context: RegistryContext, file: formats.CheckpointFile, name: str) -> str | None:
-    """The id that a file has by its metadata, if it was flattened or exported under one, else by its name (without suffixes);
-    None where it has none, or a row has it.
+def free_id(context: RegistryContext, file: formats.CheckpointFile, stem: str) -> str | None:
+    """The id that a file brings along: that in its metadata, which flattened and exported files have, else its name without
+    suffixes (`stem`). None if that is no id, or a row has it already.
     """
-    found = _id_in(file, "checkpoint") or name
-    if not _ID.fullmatch(found) or context.database.query(lambda db: rows.get(db, found)) is not None:
+    checkpoint_id = _id_in(file, "checkpoint") or stem
+    if not _ID.fullmatch(checkpoint_id) or context.database.query(lambda db: rows.get(db, checkpoint_id)) is not None:
         return None
-    return found
+    return checkpoint_id
 
 
-def active(context: RegistryContext, checkpoint_id: str) -> Checkpoint | None:
-    """The ACTIVE row of an id."""
+def active_row(context: RegistryContext, checkpoint_id: str) -> Checkpoint | None:
+    """The row of an id if it is ACTIVE."""
     row = context.database.query(lambda db: rows.get(db, checkpoint_id))
     return row if row is not None and row.status is Status.ACTIVE else None
-
-
-def after_their_parents(
-    first: Iterable[Result],
-    waits_for: Callable[[Result], str | None],
-    is_there: Callable[[str], bool],
-    again: Callable[[Result], Result],
-) -> Iterator[Result]:
-    """Results of work on files in any order, in which some deltas may have come before what they stand on. `waits_for` says the
-    id that a result lacks, or None; those come last, each done `again` as soon as it `is_there`.
-    """
-    waiting: list[tuple[str, Result]] = []
-    for result in first:
-        if (needed := waits_for(result)) is None:
-            yield result
-        else:
-            waiting.append((needed, result))
-    while ready := {needed for needed, _ in waiting if is_there(needed)}:
-        for needed, result in waiting:
-            if needed in ready:
-                yield again(result)
-        waiting = [pair for pair in waiting if pair[0] not in ready]
-    yield from (result for _, result in waiting)

@@ -23,7 +23,7 @@ from llama_ckpt.errors import (
     UnsafePath,
 )
 from llama_ckpt.fingerprint import TokenIds, links_of, tokens_hash
-from llama_ckpt.formats import container
+from llama_ckpt.formats import container, magic
 from llama_ckpt.store.store import path_of
 from llama_ckpt.values import Checkpoint, MemoryKind, NewCheckpoint, RegisteredModel, StaleReason
 
@@ -128,7 +128,7 @@ def _has_its_file(context: RegistryContext, row: Checkpoint) -> bool:
         context.require_store()
         context.make_stale(row, StaleReason.MISSING, "its file is gone")
         return False
-    if not row.file_size <= size <= row.file_size + container.MAX_PADDING:
+    if not row.file_size <= size <= row.file_size + magic.MAX_PADDING:
         context.make_stale(row, StaleReason.CORRUPT, f"its file has {size} bytes instead of {row.file_size}")
         return False
     return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, make_url
 
+from llama_ckpt.db.mounts import NETWORK, mount_of, read_mountinfo
 from llama_ckpt.errors import BadInput, CommitOutcomeUnknown, Conflict, DatabaseUnavailable
 
 # Driver name -> the extra of llama-ckpt that brings it.
@@ -25,24 +25,7 @@ _BUSY_TIMEOUT_S = 30
 _WAL_PAGES = 16_384
 _CONNECT_TIMEOUT_S = 10
 _CALL_TIMEOUT_S = 300
-_MOUNTS = Path("/proc/self/mountinfo")
 _CREATING = threading.Lock()
-# File systems on which SQLite's WAL cannot work, since it needs memory that all processes share.
-NETWORK = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "9p",
-    "afs",
-    "ceph",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "glusterfs",
-    "fuse.sshfs",
-)
 
 Connection = sa.Connection  # for modules that must not import SQLAlchemy
 T = TypeVar("T")
@@ -279,27 +262,13 @@ def _limit_waits(engine: sa.Engine) -> None:
 
 
 def _require_local(path: Path) -> None:
-    kind = file_system_of(path.absolute(), _MOUNTS.read_text(encoding="utf-8") if _MOUNTS.exists() else "")
-    if kind in NETWORK:
+    mount = mount_of(path.absolute(), read_mountinfo())
+    if mount is not None and mount.kind in NETWORK:
         reason = (
-            f"it is on a network file system ({kind}), where SQLite's write-ahead log cannot work and rows would be lost."
+            f"it is on a network file system ({mount.kind}), where SQLite's write-ahead log cannot work and rows would be lost."
             " Name a --database-url on a local disk, or PostgreSQL; the store may stay where it is"
         )
         raise DatabaseUnavailable(url=sqlite_url(path), reason=reason)
-
-
-def file_system_of(path: Path, mountinfo: str) -> str | None:
-    """The type of the file system that `path` is on, by the text of Linux's /proc/self/mountinfo; None: unknown."""
-    best: tuple[int, str] | None = None
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        fields = before.split()
-        if len(fields) < 5 or not after:
-            continue
-        mounted = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields[4]))
-        if path.is_relative_to(mounted) and (best is None or len(mounted.parts) >= best[0]):
-            best = (len(mounted.parts), after.split()[0])
-    return None if best is None else best[1]
 
 
 def _tune_sqlite(engine: sa.Engine, path: Path, foreign_keys: bool) -> None:

@@ -1,4 +1,4 @@
-"""`doctor` on the database: can it be reached and written, is its file sound, its schema this version's, its clock right."""
+"""`doctor` on the database: can it be reached and written, is its file valid, is its schema current, is its clock right?"""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from pathlib import Path
 from llama_ckpt.db import health, migrate, rows, schedules
 from llama_ckpt.db.connect import Database
 from llama_ckpt.db.schedules import ScheduleRow
-from llama_ckpt.doctor.diagnosis import Diagnosis, Level, apart_s, fail, guarded, not_checked, of_clocks, ok, warn
+from llama_ckpt.doctor.diagnosis import Diagnosis, Level, clock_ahead_s, fail, guarded, not_checked, of_clocks, ok, warn
 from llama_ckpt.errors import BadInput, DatabaseUnavailable, LlamaCkptError
 from llama_ckpt.humanize import size
 
-_QUICK_CHECK_BYTES = 1 << 30  # it reads the whole file: some seconds for a gigabyte
+_QUICK_CHECK_BYTES = (
+    1 << 30
+)  # larger files are not checked: the check reads the complete file, some seconds per gigabyte
 NAMES = ("database", "database writes", "schema", "database clock")
 SQLITE_NAME = "SQLite file"
 
 
 @dataclass(frozen=True, slots=True)
 class RegistryFacts:
-    """What the rows say. `n_active` ACTIVE rows and `n_named` rows in all name a file."""
+    """Facts from the rows. `n_active` is the number of ACTIVE rows that have a file, `n_named` that of all rows that have one."""
 
     registry_id: str
     n_active: int
@@ -31,31 +33,31 @@ class RegistryFacts:
 
 @dataclass(slots=True)
 class DatabaseReport:
-    """The lines, and what the rows say. `facts` is None where there is no registry (`has_none`), or where nothing can be known
-    of it: `why` says which.
+    """The diagnoses, and the facts from the rows. `facts` is None if there is no registry (`has_none`) or it cannot be read;
+    `why` is the reason.
     """
 
-    found: list[Diagnosis] = field(default_factory=list)
+    diagnoses: list[Diagnosis] = field(default_factory=list)
     facts: RegistryFacts | None = None
     has_none: bool = False
     why: str = ""
 
     def skip(self, why: str, *names: str) -> DatabaseReport:
-        """Notes that nothing more can be known."""
+        """Records why the remaining checks could not be made."""
         self.why = why
-        self.found += [not_checked(name, why) for name in names]
+        self.diagnoses += [not_checked(name, why) for name in names]
         return self
 
 
 def examine_database(url: str, password: str | None, root: Path) -> DatabaseReport:
-    """One line per name of `NAMES`, and one of the file's where it is SQLite. Makes no database, no schema and no row. `root` is
-    the store's folder, which may be yet to be made.
+    """One diagnosis per name in `NAMES`, and one of the file if the database is SQLite. Creates no database, schema or row.
+    `root` is the store's folder, which need not exist.
     """
     report = DatabaseReport()
     try:
         database = Database(url, password)
     except (BadInput, DatabaseUnavailable) as error:
-        report.found.append(fail("database", str(error)))
+        report.diagnoses.append(fail("database", str(error)))
         return report.skip("there is no usable database", *NAMES[1:])
     try:
         return _examine(database, report, root)
@@ -65,15 +67,15 @@ def examine_database(url: str, password: str | None, root: Path) -> DatabaseRepo
 
 def _examine(database: Database, report: DatabaseReport, root: Path) -> DatabaseReport:
     if not _exists(database):
-        report.found.append(guarded("database", lambda: _absent(Path(database.url.database or ""), root)))
-        report.has_none = report.found[-1].level is Level.WARN
+        report.diagnoses.append(guarded("database", lambda: _absent(Path(database.url.database or ""), root)))
+        report.has_none = report.diagnoses[-1].level is Level.WARN
         return report.skip("there is no database", *NAMES[1:])
-    report.found.append(guarded("database", lambda: _reached(database)))
-    if report.found[-1].level is Level.FAIL:
+    report.diagnoses.append(guarded("database", lambda: _reached(database)))
+    if report.diagnoses[-1].level is Level.FAIL:
         return report.skip("the database cannot be reached", *NAMES[1:])
     if database.dialect == "sqlite":
-        report.found.append(guarded(SQLITE_NAME, lambda: _sqlite_file(database)))
-    report.found.append(guarded("schema", lambda: _schema(database)))
+        report.diagnoses.append(guarded(SQLITE_NAME, lambda: _sqlite_file(database)))
+    report.diagnoses.append(guarded("schema", lambda: _schema(database)))
     checks: dict[str, Callable[[], Diagnosis]] = {
         "database writes": lambda: _writes(database),
         "database clock": lambda: _clock(database),
@@ -83,7 +85,7 @@ def _examine(database: Database, report: DatabaseReport, root: Path) -> Database
         report.has_none = at_head is None
         checks["database writes"] = lambda: not_checked("database writes", "the schema is not this version's")
         report.why = "the database has no schema yet" if at_head is None else "the schema is not this version's"
-    report.found += [guarded(name, check) for name, check in checks.items()]
+    report.diagnoses += [guarded(name, check) for name, check in checks.items()]
     if at_head == migrate.HEAD:
         _ask_facts(database, report)
     return report
@@ -92,21 +94,21 @@ def _examine(database: Database, report: DatabaseReport, root: Path) -> Database
 def _exists(database: Database) -> bool:
     try:
         return database.exists()
-    except OSError:  # a folder that may not be looked into: trying to connect tells why
+    except OSError:  # a folder that we may not read: the connection attempt reports why
         return True
 
 
 def _current(database: Database) -> str | None:
     try:
         return migrate.current(database)
-    except LlamaCkptError:  # the schema's line has told it
+    except LlamaCkptError:  # the diagnosis of the schema has reported it
         return "unknown"
 
 
 def _absent(file: Path, root: Path) -> Diagnosis:
-    """SQLite alone: a database on a server is taken to be there until it is asked."""
+    """The diagnosis of an SQLite file that does not exist. A database on a server is assumed to exist until it is asked."""
     folder = file.absolute().parent
-    if not folder.is_dir() and folder != root:  # the store's own folder is made when a registry is opened
+    if not folder.is_dir() and folder != root:  # opening a registry creates the store's own folder
         return fail(
             "database", f"{file} cannot be made: there is no folder {folder}", "make it, or name another --database-url"
         )
@@ -115,7 +117,7 @@ def _absent(file: Path, root: Path) -> Diagnosis:
 
 def _reached(database: Database) -> Diagnosis:
     with database.read() as db:
-        rows.clock_us(db)  # the first question also waits for the connection
+        rows.clock_us(db)  # the first query also waits for the connection
         started = time.perf_counter()
         rows.clock_us(db)
         took_ms = (time.perf_counter() - started) * 1000
@@ -138,19 +140,21 @@ def _sqlite_file(database: Database) -> Diagnosis:
 
 
 def _schema(database: Database) -> Diagnosis:
-    found, head = migrate.current(database), migrate.HEAD
-    if found == head:
+    current, head = migrate.current(database), migrate.HEAD
+    if current == head:
         return ok("schema", f"{head}, as this version makes it")
-    if found is None:
+    if current is None:
         return warn(
             "schema", "there is none yet", "the first command that needs it makes it, or: llama-ckpt db upgrade"
         )
-    if found not in migrate.REVISIONS:
-        return fail("schema", f"{found} is of a newer llama-ckpt, this one knows {head}", "install a newer llama-ckpt")
-    told = f"{found} is older than this version's {head}"
+    if current not in migrate.REVISIONS:
+        return fail(
+            "schema", f"{current} is of a newer llama-ckpt, this one knows {head}", "install a newer llama-ckpt"
+        )
+    message = f"{current} is older than this version's {head}"
     if database.dialect == "sqlite":
-        return warn("schema", told, "it is upgraded when it is next opened")
-    return fail("schema", told, "when no older llama-ckpt uses it any more: llama-ckpt db upgrade")
+        return warn("schema", message, "it is upgraded when it is next opened")
+    return fail("schema", message, "when no older llama-ckpt uses it any more: llama-ckpt db upgrade")
 
 
 def _writes(database: Database) -> Diagnosis:
@@ -162,10 +166,10 @@ def _writes(database: Database) -> Diagnosis:
 
 def _clock(database: Database) -> Diagnosis:
     with database.read() as db:
-        rows.clock_us(db)  # the connection is made before the time is taken
+        rows.clock_us(db)  # connects before the time is taken
         before = time.time()
-        there = rows.clock_us(db) / 1_000_000
-        ahead_s = apart_s(there, before, time.time())
+        reading = rows.clock_us(db) / 1_000_000
+        ahead_s = clock_ahead_s(reading, before, time.time())
     return of_clocks("database clock", "the database's clock", ahead_s)
 
 
@@ -178,5 +182,5 @@ def _ask_facts(database: Database, report: DatabaseReport) -> None:
 
     asked = guarded("rows", ask)
     if report.facts is None:
-        report.found.append(asked)
+        report.diagnoses.append(asked)
         report.skip("the rows cannot be read")

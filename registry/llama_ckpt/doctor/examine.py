@@ -1,7 +1,7 @@
-"""`examine`: is everything as llama-ckpt needs it? One line per thing, with what was measured and what to do.
+"""Examine whether everything is as llama-ckpt needs it: one line per check, with the measurement and advice.
 
-It looks at the parts themselves and opens no registry, so that it works where nothing else does. It makes no folder, no database
-and no schema, upgrades none, changes no row, and takes away the one small file that it writes.
+It opens no registry, so that it works even if nothing else does. It creates and upgrades no folder, database or schema, changes
+no row, and removes the one small file that it writes.
 """
 
 from __future__ import annotations
@@ -11,27 +11,28 @@ import platform
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from llama_ckpt.config import policy_of
 from llama_ckpt.db.schedules import ScheduleRow
-from llama_ckpt.doctor import reuse
 from llama_ckpt.doctor.database import DatabaseReport, examine_database
 from llama_ckpt.doctor.diagnosis import Diagnosis, Level, fail, guarded, not_checked, ok, warn
-from llama_ckpt.doctor.reuse import WrappingEngine
+from llama_ckpt.doctor.model import NAME as MODEL_NAME
+from llama_ckpt.doctor.model import WrappingEngine, check_state_reuse
 from llama_ckpt.doctor.store import examine_store, is_folder
 from llama_ckpt.errors import BadInput, LlamaCkptError
 from llama_ckpt.humanize import count, size
 from llama_ckpt.retention.policy import Policy
-from llama_ckpt.store import writers as owners
-from llama_ckpt.store.layout import Entry
+from llama_ckpt.store import writers
+from llama_ckpt.store.layout import Entry, EntryKind
 from llama_ckpt.store.marker import MARKER
 from llama_ckpt.store.store import Store
 from llama_ckpt.store.writers import Owner
 
-_LEFT_OVER_S = 3600.0  # no write takes that long
-_MOST_FILES = 200_000  # beyond them a count takes minutes on a network file system
+_LEFT_OVER_S = 3600.0  # no write takes longer
+_MAX_COUNTED_FILES = 200_000  # counting more takes minutes on a network file system
 _SHORT_GHOST_GRACE_S = 600.0  # a save of some gigabytes to a slow disk takes minutes
 
 
@@ -43,25 +44,25 @@ def examine(
     settings: Mapping[str, str] | None = None,
     model: Callable[[], WrappingEngine] | None = None,
 ) -> list[Diagnosis]:
-    """Every check, in the order in which one needs the other; a check that cannot be made says why. `settings` are the policy's,
-    as text. `model` makes the engine to try, with `n_ctx` of 64 or more and `logits_all=True`; it is closed afterwards.
+    """Makes every check, each after those that it depends on. A check that cannot be made says why. `settings` are the policy's,
+    as text. `model` makes the engine to check, with `n_ctx` of 64 or more and `logits_all=True`; it is closed afterwards.
 
-    Never raises for what it finds: whatever fails is a line. Interrupted, it leaves nothing behind.
+    Never raises for a problem that it finds: every failure is a line. If it is interrupted, it leaves nothing behind.
     """
-    policy, told = _policy(settings or {})
+    policy, of_settings = _policy(settings or {})
     of_store = examine_store(root, policy)
     report = examine_database(database_url, database_password, root)
     return [
         *_versions(),
         *of_store,
-        *report.found,
+        *report.diagnoses,
         guarded("marker", lambda: _marker(Store(root), report)),
         *_files(Store(root), report),
-        told if told.level is Level.FAIL else guarded("policy", lambda: _schedule(policy, report)),
+        of_settings if of_settings.level is Level.FAIL else guarded("policy", lambda: _schedule(policy, report)),
         guarded("graces", lambda: _graces(policy))
-        if told.level is not Level.FAIL
+        if of_settings.level is not Level.FAIL
         else not_checked("graces", "no policy"),
-        *([] if model is None else [guarded(reuse.NAME, lambda: _model(model))]),
+        *([] if model is None else [guarded(MODEL_NAME, lambda: _model(model))]),
     ]
 
 
@@ -88,7 +89,7 @@ def _engine_version() -> Diagnosis:
 
 def _marker(store: Store, report: DatabaseReport) -> Diagnosis:
     owner, facts = store.owner(), report.facts
-    bears = "bears no marker" if not (store.root / MARKER).exists() else "bears a marker that cannot be read"
+    state = "bears no marker" if not (store.root / MARKER).exists() else "bears a marker that cannot be read"
     if facts is None and not report.has_none:
         return not_checked("marker", report.why)
     if facts is None:
@@ -102,9 +103,11 @@ def _marker(store: Store, report: DatabaseReport) -> Diagnosis:
         advice = f"name the right database or store (to give this store to this database, delete {MARKER} in it)"
         return fail("marker", f"the store is of registry {owner}, the database of {facts.registry_id}", advice)
     if facts.n_named:
-        told = f"the store {bears}, and {count(facts.n_named, 'row')} of registry {facts.registry_id} name files in it"
-        return fail("marker", told, "is it mounted? Restores and saves refuse until it is")
-    return ok("marker", f"the store {bears}: the first save marks it")
+        summary = (
+            f"the store {state}, and {count(facts.n_named, 'row')} of registry {facts.registry_id} name files in it"
+        )
+        return fail("marker", summary, "is it mounted? Restores and saves refuse until it is")
+    return ok("marker", f"the store {state}: the first save marks it")
 
 
 def _files(store: Store, report: DatabaseReport) -> list[Diagnosis]:
@@ -112,7 +115,7 @@ def _files(store: Store, report: DatabaseReport) -> list[Diagnosis]:
     if not is_folder(store.root):
         return [not_checked(name, "there is no store folder") for name in names]
     try:
-        seen = list(islice(store.walk(), _MOST_FILES + 1))
+        seen = list(islice(store.walk(), _MAX_COUNTED_FILES + 1))
     except LlamaCkptError as error:
         return [fail(names[0], str(error)), not_checked(names[1], "the store cannot be walked")]
     return [
@@ -126,34 +129,34 @@ def _left_over(seen: list[Entry]) -> Diagnosis:
     left = [
         entry
         for entry in seen
-        if entry.kind == "temporary"
+        if entry.kind is EntryKind.TEMPORARY
         and now_s - entry.mtime_ns / 1e9 > _LEFT_OVER_S
-        and owners.ask(entry.owner) is not Owner.ALIVE  # a slow writer is none
+        and writers.ask(entry.owner) is not Owner.ALIVE  # a slow write is not left over
     ]
     if not left:
         return ok("left-over writes", "none")
-    told = f"{count(len(left), 'temporary file')} of over an hour ago, {size(sum(e.size_bytes for e in left))}"
-    return warn("left-over writes", told, "interrupted saves; llama-ckpt gc frees them")
+    summary = f"{count(len(left), 'temporary file')} of over an hour ago, {size(sum(e.size_bytes for e in left))}"
+    return warn("left-over writes", summary, "interrupted saves; llama-ckpt gc frees them")
 
 
 def _counted(seen: list[Entry], report: DatabaseReport) -> Diagnosis:
     if report.facts is None:
         return not_checked("files", report.why)
     n_active = report.facts.n_active
-    if len(seen) > _MOST_FILES:
-        return ok("files", f"{count(n_active, 'ACTIVE row')}, over {_MOST_FILES:,} files (no more were counted)")
-    n_files = sum(entry.kind == "checkpoint" for entry in seen)
-    told = f"{count(n_active, 'ACTIVE row')}, {count(n_files, 'file')}"
+    if len(seen) > _MAX_COUNTED_FILES:
+        return ok("files", f"{count(n_active, 'ACTIVE row')}, over {_MAX_COUNTED_FILES:,} files (no more were counted)")
+    n_files = sum(entry.kind is EntryKind.CHECKPOINT for entry in seen)
+    summary = f"{count(n_active, 'ACTIVE row')}, {count(n_files, 'file')}"
     if n_files < n_active:
-        return warn("files", told, "files are missing: llama-ckpt verify --all names them")
-    return ok("files", told)
+        return warn("files", summary, "files are missing: llama-ckpt verify --all names them")
+    return ok("files", summary)
 
 
 # -- policy ------------------------------------------------------------------------------------------------------------------
 
 
 def _policy(settings: Mapping[str, str]) -> tuple[Policy, Diagnosis]:
-    """The policy, and a line that counts only where it cannot be read."""
+    """The policy, and a diagnosis that is a FAIL if the settings cannot be read."""
     try:
         return policy_of(settings), ok("policy", "")
     except BadInput as error:
@@ -182,7 +185,7 @@ def _unscheduled(told: str, limits: list[str], gone: tuple[ScheduleRow, ...]) ->
 
 
 def _graces(policy: Policy) -> Diagnosis:
-    told = f"stale {policy.stale_grace_s:.0f} s, ghost {policy.ghost_grace_s:.0f} s"
+    summary = f"stale {policy.stale_grace_s:.0f} s, ghost {policy.ghost_grace_s:.0f} s"
     wrong = []
     if policy.ghost_grace_s < _SHORT_GHOST_GRACE_S:
         wrong.append(
@@ -190,7 +193,7 @@ def _graces(policy: Policy) -> Diagnosis:
         )
     if policy.stale_grace_s <= 0:
         wrong.append("without a stale_grace a prune cannot be undone: the next gc frees what it marked")
-    return warn("graces", told, "; ".join(wrong)) if wrong else ok("graces", told)
+    return warn("graces", summary, "; ".join(wrong)) if wrong else ok("graces", summary)
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------------
@@ -199,7 +202,7 @@ def _graces(policy: Policy) -> Diagnosis:
 def _model(make: Callable[[], WrappingEngine]) -> Diagnosis:
     engine = make()
     try:
-        found = reuse.reuse(engine)
+        diagnosis = check_state_reuse(engine)
     finally:
         engine.llama.close()
-    return Diagnosis(found.name, found.level, f"{engine.model_name}: {found.detail}", found.advice)
+    return replace(diagnosis, detail=f"{engine.model_name}: {diagnosis.detail}")

@@ -1,13 +1,12 @@
-"""Does the store's file system do what a save relies on? Tried with a small file of its own, which never stays.
+"""Try with a small file whether the store's file system does what a save relies on.
 
-The steps are those of `Store.write`, in a folder that neither the store's walk nor gc ever sees: create, write, fsync, rename,
-fsync of the folder; then the move to another folder that a quarantine is, read back, and removed.
+The steps are those of `Store.write`, in a folder that neither the store's walk nor gc sees: create, write, fsync, rename,
+fsync of the folder; then a move to another folder, as into quarantine; read back; remove.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import statistics
@@ -17,26 +16,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llama_ckpt.doctor.diagnosis import apart_s
+from llama_ckpt.doctor.diagnosis import clock_ahead_s
 from llama_ckpt.errors import LlamaCkptError, StoreUnavailable
-from llama_ckpt.store import writers as owners
-from llama_ckpt.store.disk import BINARY, NOFOLLOW, store_errors, write_all
+from llama_ckpt.store import writers
+from llama_ckpt.store.disk import BINARY, NOFOLLOW, fsync_folder, store_errors, write_all
 from llama_ckpt.store.writers import Owner
 
 _FOLDER = ".llama-ckpt-probe"
-_OURS = re.compile(rf"{re.escape(_FOLDER)}\.(?P<owner>{owners.TAG})\.[0-9a-f]{{8}}")
-_INSIDE = ("a/probe.tmp", "a/probe", "b/probe", "a", "b")
-_BLOCK = 4096
-_N_SYNCS = 3  # the median of them: one may have waited for what another process writes
+_PROBE_NAME = re.compile(rf"{re.escape(_FOLDER)}\.(?P<owner>{writers.TAG})\.[0-9a-f]{{8}}")
+_CONTENTS = ("a/probe.tmp", "a/probe", "b/probe", "a", "b")
+_PROBE_BYTES = 4096
+_N_FSYNCS = 3  # the median counts: one of them may have waited for another process's writes
 _DAY_S = 86_400
 
 
 @dataclass(slots=True)
-class Probed:
-    """What was measured, up to the step that failed: `failed_at`, with its `error`; both None when all of it worked.
+class ProbeResult:
+    """The measurements up to the step that failed: `failed_at`, with its `error`; both None if no step failed.
 
-    `fsync_s` is one fsync of 4 KiB, `clock_ahead_s` how far the file system's clock is before this host's; None: not reached.
-    `syncs_folders` is False where the file system has no fsync of a folder.
+    `fsync_s` is the duration of one fsync of 4 KiB, `clock_ahead_s` how far the file system's clock is ahead of this host's;
+    None if the step was not reached. `syncs_folders` is False if the file system has no fsync of folders.
     """
 
     failed_at: str | None = None
@@ -48,9 +47,9 @@ class Probed:
 
     @contextlib.contextmanager
     def step(self, name: str, root: Path) -> Iterator[None]:
-        """Notes a step as done, or as the one that failed."""
+        """Records a step as done, or as the one that failed."""
         try:
-            with store_errors(root / _FOLDER, needed=_BLOCK):
+            with store_errors(root / _FOLDER, needed=_PROBE_BYTES):
                 yield
         except LlamaCkptError as error:
             self.failed_at, self.error = name, error
@@ -58,104 +57,87 @@ class Probed:
         self.done.append(name)
 
 
-def probe(root: Path) -> Probed:
-    """Tries every step of a save in the store's folder, once, and takes away what it wrote, whatever happens.
+def probe(root: Path) -> ProbeResult:
+    """Tries every step of a save once in the store's folder, and removes its files in any case.
 
-    Only a process that is killed leaves its folder of at most 4 KiB behind, which the next probe on this machine removes (any
-    machine's after a day). Never raises for what the file system does: that is in the answer.
+    Only a process that is killed leaves its folder of at most 4 KiB behind. The next probe on this machine removes it; a probe
+    on another machine removes it after a day. Never raises for a fault of the file system: the result has it.
     """
-    found = Probed()
-    folder = root / f"{_FOLDER}.{owners.my_tag()}.{uuid.uuid4().hex[:8]}"
+    result = ProbeResult()
+    folder = root / f"{_FOLDER}.{writers.my_tag()}.{uuid.uuid4().hex[:8]}"
     with contextlib.suppress(LlamaCkptError):  # it is in the answer, with its step
         try:
-            with found.step("create", root):
-                _sweep(root)
+            with result.step("create", root):
+                _remove_left_over(root)
                 for new in (folder, folder / "a", folder / "b"):
                     new.mkdir(mode=0o700)
-            _as_a_save(root, folder, found)
+            _save_like(root, folder, result)
         except LlamaCkptError:
-            with contextlib.suppress(OSError):  # a file system that fails may fail here too; the first failure is told
+            with contextlib.suppress(OSError):  # a faulty file system may fail here too; the first failure is reported
                 _clear(folder)
             raise
         except BaseException:
             _clear(folder)
             raise
-        with found.step("remove", root):
+        with result.step("remove", root):
             _clear(folder)
-    return found
+    return result
 
 
-def _as_a_save(root: Path, folder: Path, found: Probed) -> None:
-    temporary, target, aside = folder / "a" / "probe.tmp", folder / "a" / "probe", folder / "b" / "probe"
-    data = os.urandom(_BLOCK)
+def _save_like(root: Path, folder: Path, result: ProbeResult) -> None:
+    """The steps of a save and of a quarantine."""
+    temporary, target, moved = folder / "a" / "probe.tmp", folder / "a" / "probe", folder / "b" / "probe"
+    data = os.urandom(_PROBE_BYTES)
     before = time.time()
-    _write(root, temporary, data, found)
-    with found.step("write", root):
-        # Asked for by name and after the close: on NFS these are the server's attributes, not what the client guessed.
-        there = temporary.stat().st_mtime
-        found.clock_ahead_s = apart_s(there, before, time.time())
-    with found.step("rename", root):
+    _write(root, temporary, data, result)
+    with result.step("write", root):
+        # By name and after the close: on NFS these are the server's attributes, not the client's cached ones.
+        written_at = temporary.stat().st_mtime
+        result.clock_ahead_s = clock_ahead_s(written_at, before, time.time())
+    with result.step("rename", root):
         temporary.rename(target)
-    with found.step("fsync of the folder", root):
-        found.syncs_folders = _syncs(target.parent)
-    with found.step("move to another folder", root):
-        target.rename(aside)
-    with found.step("read back", root):
-        if aside.read_bytes() != data:
+    with result.step("fsync of the folder", root):
+        result.syncs_folders = fsync_folder(target.parent)
+    with result.step("move to another folder", root):
+        target.rename(moved)
+    with result.step("read back", root):
+        if moved.read_bytes() != data:
             raise StoreUnavailable(path=root, reason="it gives other bytes than were written")
 
 
-def _write(root: Path, path: Path, data: bytes, found: Probed) -> None:
+def _write(root: Path, path: Path, data: bytes, result: ProbeResult) -> None:
     took: list[float] = []
-    with found.step("create", root):
+    with result.step("create", root):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | BINARY, 0o600)
     try:
-        for _ in range(_N_SYNCS):
-            with found.step("write", root):
+        for _ in range(_N_FSYNCS):
+            with result.step("write", root):
                 os.lseek(fd, 0, os.SEEK_SET)
                 write_all(fd, memoryview(data))
-            with found.step("fsync", root):
+            with result.step("fsync", root):
                 started = time.perf_counter()
                 os.fsync(fd)
                 took.append(time.perf_counter() - started)
     finally:
         os.close(fd)
-    found.fsync_s = statistics.median(took)
+    result.fsync_s = statistics.median(took)
 
 
-def _syncs(folder: Path) -> bool:
-    """Whether the names in a folder can be made durable. A save goes on without, where the system says that there is no such
-    thing (`disk.fsync_folder`); here it is told.
-    """
-    if os.name == "nt":  # Windows cannot open a folder; its rename is journalled
-        return True
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-        return False
-    finally:
-        os.close(fd)
-    return True
-
-
-def _sweep(root: Path) -> None:
-    """Removes what killed probes left."""
+def _remove_left_over(root: Path) -> None:
+    """Removes the folders of probes that were killed."""
     with os.scandir(root) as entries:
-        left = [e for e in entries if _OURS.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
+        left = [e for e in entries if _PROBE_NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
     for entry in left:
-        match = _OURS.fullmatch(entry.name)
-        gone = match is not None and owners.ask(match["owner"]) is Owner.GONE
+        match = _PROBE_NAME.fullmatch(entry.name)
+        gone = match is not None and writers.ask(match["owner"]) is Owner.GONE
         if gone or time.time() - entry.stat(follow_symlinks=False).st_mtime > _DAY_S:
-            with contextlib.suppress(OSError):  # another's, who may not be deleted: no reason to fail
+            with contextlib.suppress(OSError):  # another user's folder, which we may not delete: no reason to fail
                 _clear(Path(entry.path))
 
 
 def _clear(folder: Path) -> None:
-    """Removes a probe's files and folders by their names; anything else in it stays, and so does the folder then."""
-    for name in _INSIDE:
+    """Removes a probe's files and folders by their names. A folder with any other content stays."""
+    for name in _CONTENTS:
         path = folder / name
         with contextlib.suppress(FileNotFoundError):
             if name in ("a", "b"):
@@ -166,56 +148,26 @@ def _clear(folder: Path) -> None:
         folder.rmdir()
 
 
-# -- what the system says of the file system -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """Where a folder's file system is mounted: its type, what is mounted, and all options."""
-
-    point: Path
-    kind: str
-    source: str
-    options: frozenset[str]
-
-
-def mount_of(path: Path, mountinfo: str) -> Mount | None:
-    """The mount that holds `path`, by the text of Linux's /proc/self/mountinfo (proc(5)); None: unknown."""
-    best: Mount | None = None
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        fields, of_type = before.split(), after.split()
-        if len(fields) < 6 or len(of_type) < 2:
-            continue
-        point = Path(_unescaped(fields[4]))
-        # Of two mounts on one point the later one is seen.
-        if path.is_relative_to(point) and (best is None or len(point.parts) >= len(best.point.parts)):
-            options = ",".join([fields[5], *of_type[2:3]]).split(",")
-            best = Mount(point, of_type[0], _unescaped(of_type[1]), frozenset(options))
-    return best
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), text)
+# -- facts about the file system -----------------------------------------------------------------------------------------
 
 
 def inodes(root: Path) -> tuple[int, int] | None:
-    """Free inodes for a user without privileges, and all; None where the file system counts none.
+    """Free inodes for a user without privileges, and all inodes; None if the file system does not count them.
 
     Raises:
         OSError: the system cannot say.
     """
     if not hasattr(os, "statvfs"):  # Windows
         return None
-    found = os.statvfs(root)
-    return (found.f_favail, found.f_files) if found.f_files else None
+    status = os.statvfs(root)
+    return (status.f_favail, status.f_files) if status.f_files else None
 
 
 def devices(root: Path) -> dict[str, int]:
-    """The file system's number of the root and of each folder directly in it, by name (the root: "").
+    """The device number of the root and of each folder directly in it, by name (the root: "").
 
     Raises:
-        OSError: a folder cannot be asked.
+        OSError: a folder cannot be read.
     """
     with os.scandir(root) as entries:
         folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -1,4 +1,4 @@
-"""`doctor` on the store: is the folder there and private, does its file system do what a save relies on, is there room."""
+"""`doctor` on the store: is the folder private, does its file system do what a save relies on, is there enough room?"""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from llama_ckpt.db.connect import NETWORK
-from llama_ckpt.doctor import probe as store_probe
+from llama_ckpt.db.mounts import NETWORK, mount_of, read_mountinfo
+from llama_ckpt.doctor import probe
 from llama_ckpt.doctor.diagnosis import Diagnosis, fail, guarded, not_checked, of_clocks, ok, warn
-from llama_ckpt.doctor.probe import Probed
+from llama_ckpt.doctor.probe import ProbeResult
 from llama_ckpt.gc_values import Disk
 from llama_ckpt.humanize import size
 from llama_ckpt.retention.policy import Policy
 
-_MOUNTS = Path("/proc/self/mountinfo")
-# A save waits for two fsyncs. From here on that is longer than the evaluation which a checkpoint of a short prompt spares.
+# A save waits for two fsyncs. Above this they take longer than the evaluation that a checkpoint of a short prompt saves.
 _SLOW_FSYNC_S = 0.2
-_LITTLE = 0.05  # file systems slow down, and root's reserve begins, at about this share
-_IN_MEMORY = ("tmpfs", "ramfs")
-# File systems over an object store: their rename copies and deletes, and an unfinished copy is seen by others.
-_OF_OBJECTS = ("s3fs", "gcsfuse", "rclone", "goofys", "geesefs", "blobfuse2", "mount-s3", "mountpoint-s3")
-_RISKY = {
+_LOW_SPACE_SHARE = 0.05  # below about this share, file systems slow down and only root may write
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+# File systems over an object store: their rename copies and deletes, and other hosts see the unfinished copy.
+_OBJECT_STORES = ("s3fs", "gcsfuse", "rclone", "goofys", "geesefs", "blobfuse2", "mount-s3", "mountpoint-s3")
+_RISKY_OPTIONS = {
     "soft": "a request that times out gives EIO in the middle of a save or a restore",
     "softerr": "a request that times out gives an error in the middle of a save or a restore",
     "nocto": "without close-to-open consistency another host may not see what was saved",
@@ -34,46 +33,46 @@ NAMES = ("store", "store mode", "file system", "writable", "fsync", "rename", "f
 
 
 def examine_store(root: Path, policy: Policy) -> list[Diagnosis]:
-    """One line per name of `NAMES`. Changes nothing: what the probe writes it takes away."""
+    """One diagnosis per name in `NAMES`. Changes nothing: the probe removes its own files."""
     first = guarded("store", lambda: _folder(root))
     if not is_folder(root):
         return [first, *(not_checked(name, "there is no store folder") for name in NAMES[1:])]
-    probed: list[Probed] = []  # where it is made, a fault of the probe itself is told as one
+    probed: list[ProbeResult] = []  # filled by the check "writable", which reports a fault of the probe itself
     checks: dict[str, Callable[[], Diagnosis]] = {
         "store mode": lambda: _mode(root),
         "file system": lambda: _file_system(root),
-        "writable": lambda: _writable(_remember(probed, root)),
+        "writable": lambda: _writable(_probe_once(probed, root)),
         "fsync": lambda: _fsync(probed[0]),
         "rename": lambda: _rename(probed[0], root),
         "free space": lambda: _room(root, policy),
         "store clock": lambda: _clock(probed[0]),
     }
-    found = [first]
+    diagnoses = [first]
     for name, check in checks.items():
         needs_probe = name in ("fsync", "rename", "store clock")
-        found.append(not_checked(name, "nothing was tried") if needs_probe and not probed else guarded(name, check))
-    return found
+        diagnoses.append(not_checked(name, "nothing was tried") if needs_probe and not probed else guarded(name, check))
+    return diagnoses
 
 
-def _remember(probed: list[Probed], root: Path) -> Probed:
-    probed.append(store_probe.probe(root))
+def _probe_once(probed: list[ProbeResult], root: Path) -> ProbeResult:
+    probed.append(probe.probe(root))
     return probed[0]
 
 
 def is_folder(root: Path) -> bool:
-    """Whether there is a store's folder that can be looked into."""
+    """Whether the store's folder exists and can be read."""
     try:
         return root.is_dir()
-    except OSError:  # told by the line of the folder itself
+    except OSError:  # the diagnosis of the folder itself reports it
         return False
 
 
 def _folder(root: Path) -> Diagnosis:
     try:
-        found = root.stat()
+        status = root.stat()
     except (FileNotFoundError, NotADirectoryError):
         return _absent(root)
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         return fail("store", f"{root} is no folder", "name another --store, or move the file away")
     return ok("store", str(root))
 
@@ -102,34 +101,33 @@ def _mode(root: Path) -> Diagnosis:
 
 
 def _file_system(root: Path) -> Diagnosis:
-    mountinfo = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape") if _MOUNTS.exists() else ""
-    mount = store_probe.mount_of(root.resolve(), mountinfo)
+    mount = mount_of(root.resolve(), read_mountinfo())
     if mount is None:
         return ok("file system", "this system does not tell of which type it is")
     name, kind = "file system", mount.kind
-    told = f"{kind} at {mount.point}"
-    if kind in _IN_MEMORY:
-        return warn(name, f"{told} is in memory: no checkpoint outlives a restart", "name a --store on a disk")
-    if kind.removeprefix("fuse.") in _OF_OBJECTS:
+    where = f"{kind} at {mount.point}"
+    if kind in _MEMORY_FILE_SYSTEMS:
+        return warn(name, f"{where} is in memory: no checkpoint outlives a restart", "name a --store on a disk")
+    if kind.removeprefix("fuse.") in _OBJECT_STORES:
         reason = "is over an object store, whose rename is no single step: a reader may find half a file"
-        return warn(name, f"{told} {reason}", "name a --store on a disk or on NFS")
-    risks = [f"option {option}: {why}" for option, why in _RISKY.items() if option in mount.options]
+        return warn(name, f"{where} {reason}", "name a --store on a disk or on NFS")
+    risks = [f"option {option}: {why}" for option, why in _RISKY_OPTIONS.items() if option in mount.options]
     if risks:
-        return warn(name, f"{told}, {'; '.join(risks)}", "mount it without (hard, for NFS)")
+        return warn(name, f"{where}, {'; '.join(risks)}", "mount it without (hard, for NFS)")
     if kind in NETWORK:
         relies = "rename is one step on the server, an fsync and a close reach it, an open asks it"
         if kind.startswith("nfs") and not any(option.startswith("lookupcache=") for option in mount.options):
             relies += "; with lookupcache=positive no host takes what another has just saved for absent"
-        return ok(name, f"{told}, over the network: {relies}")
-    return ok(name, told)
+        return ok(name, f"{where}, over the network: {relies}")
+    return ok(name, where)
 
 
-def _writable(probed: Probed) -> Diagnosis:
+def _writable(probed: ProbeResult) -> Diagnosis:
     if probed.error is None or _of_fsync(probed) or _of_rename(probed):
         return ok(
             "writable", "created, written, read back and removed" if probed.error is None else "created and written"
         )
-    reason = str(probed.error.values.get("reason", probed.error))
+    reason = probed.error.reason
     return fail("writable", f"{probed.failed_at}: {reason}", _advice(reason))
 
 
@@ -141,17 +139,17 @@ def _advice(reason: str) -> str:
     return "the file system fails; see the system's log"
 
 
-def _of_fsync(probed: Probed) -> bool:
+def _of_fsync(probed: ProbeResult) -> bool:
     return probed.failed_at in ("fsync", "fsync of the folder")
 
 
-def _of_rename(probed: Probed) -> bool:
+def _of_rename(probed: ProbeResult) -> bool:
     return probed.failed_at in ("rename", "move to another folder")
 
 
-def _fsync(probed: Probed) -> Diagnosis:
+def _fsync(probed: ProbeResult) -> Diagnosis:
     if _of_fsync(probed) and probed.error is not None:
-        detail = f"{probed.failed_at}: {probed.error.values.get('reason', probed.error)}"
+        detail = f"{probed.failed_at}: {probed.error.reason}"
         return fail("fsync", detail, "no save can be made durable here; name another --store")
     if probed.fsync_s is None:
         return not_checked("fsync", f"{probed.failed_at} failed before")
@@ -168,13 +166,13 @@ def _fsync(probed: Probed) -> Diagnosis:
     return ok("fsync", took)
 
 
-def _rename(probed: Probed, root: Path) -> Diagnosis:
+def _rename(probed: ProbeResult, root: Path) -> Diagnosis:
     if _of_rename(probed) and probed.error is not None:
-        detail = f"{probed.failed_at}: {probed.error.values.get('reason', probed.error)}"
+        detail = f"{probed.failed_at}: {probed.error.reason}"
         return fail("rename", detail, "name a --store that is one file system, whose rename is one step")
     if "move to another folder" not in probed.done:
         return not_checked("rename", f"{probed.failed_at} failed before")
-    numbers = store_probe.devices(root)
+    numbers = probe.devices(root)
     elsewhere = sorted(name for name, number in numbers.items() if number != numbers[""])
     if elsewhere:
         detail = (
@@ -187,20 +185,20 @@ def _rename(probed: Probed, root: Path) -> Diagnosis:
 def _room(root: Path, policy: Policy) -> Diagnosis:
     usage = shutil.disk_usage(root)
     share = usage.free / usage.total if usage.total else 0.0
-    told = f"{size(usage.free)} of {size(usage.total)} ({share:.0%})"
-    counted = store_probe.inodes(root)
+    room = f"{size(usage.free)} of {size(usage.total)} ({share:.0%})"
+    counted = probe.inodes(root)
     advice = "llama-ckpt prune, then llama-ckpt gc"
     floor = policy.floor_bytes(Disk(free=usage.free, total=usage.total, pending=0))
     if usage.free < floor:
-        return warn("free space", f"{told}, min_free is {size(floor)}", f"saves make room or are refused; {advice}")
-    if share < _LITTLE:
-        return warn("free space", told, advice)
-    if counted is not None and counted[0] < _LITTLE * counted[1]:
-        return warn("free space", f"{told}, but {counted[0]:,} of {counted[1]:,} inodes", f"many small files: {advice}")
-    return ok("free space", told if counted is None else f"{told}, {counted[0]:,} inodes")
+        return warn("free space", f"{room}, min_free is {size(floor)}", f"saves make room or are refused; {advice}")
+    if share < _LOW_SPACE_SHARE:
+        return warn("free space", room, advice)
+    if counted is not None and counted[0] < _LOW_SPACE_SHARE * counted[1]:
+        return warn("free space", f"{room}, but {counted[0]:,} of {counted[1]:,} inodes", f"many small files: {advice}")
+    return ok("free space", room if counted is None else f"{room}, {counted[0]:,} inodes")
 
 
-def _clock(probed: Probed) -> Diagnosis:
+def _clock(probed: ProbeResult) -> Diagnosis:
     if probed.clock_ahead_s is None:
         return not_checked("store clock", f"{probed.failed_at} failed before")
     return of_clocks("store clock", "the file system's clock", probed.clock_ahead_s)

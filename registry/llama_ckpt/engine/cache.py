@@ -161,4 +161,4 @@ class PrefixView(LlamaCppEngine):
             EngineFailed: the engine gave no state.
         """
         state = super().capture()
-        return state if self._n_tokens == self.llama.n_tokens else kv_edit.cut(state, self._n_tokens)
+        return state if self._n_tokens == self.llama.n_tokens else kv_edit.truncate(state, self._n_tokens)

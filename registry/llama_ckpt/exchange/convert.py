@@ -1,7 +1,7 @@
-"""Files of llama.cpp's own programs (ggsq, ggsn) as checkpoints: proven to be of a model, and rewritten as `LLAM`.
+"""Convert files of llama.cpp's own programs (ggsq, ggsn): prove that they belong to a model, and rewrite them as `LLAM`.
 
-Such a file names its tokens and no model. What proves the model is the state itself: K and V of its first tokens must be what
-the model computes for them.
+Such a file names its tokens and no model. The state itself proves the model: K and V of its first tokens must be what the
+model computes for them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llama_ckpt import formats
+from llama_ckpt.checkpoints.match import common_prefix
 from llama_ckpt.checkpoints.save import CapturedState
 from llama_ckpt.engine import Engine
 from llama_ckpt.errors import BadInput, CorruptFile, Incompatible, Unsupported
@@ -20,20 +21,20 @@ from llama_ckpt.formats.kv import numbers as kv_numbers
 from llama_ckpt.formats.kv import state as kv_state
 from llama_ckpt.formats.kv import values as kv_values
 from llama_ckpt.formats.kv.layout import Dialect
-from llama_ckpt.values import MemoryKind, ModelDimensions
+from llama_ckpt.values import CheckName, MemoryKind, ModelDimensions
 
-_N_PROVEN = 8
-_LEAST_CONTEXT = 512
-# Distances of K and V (`kv_numbers.Distance`), measured on a model of 135 million weights of four bits. The same weights in
-# other batch shapes and builds: up to 0.014 typically, 0.04 at the furthest. One byte of 100,000 of half the weights changed:
+_N_PROOF_TOKENS = 8
+_MIN_CONTEXT_CELLS = 512
+# Distances of K and V (`kv_numbers.Distance`), measured on a model with 135 million weights of four bits. The same weights
+# with other batch shapes and builds: up to 0.014 typical, 0.04 furthest. One byte in 100,000 changed in half of the weights:
 # 0.11 and 0.73. Other weights: 1 and more.
-_TYPICAL = 0.05
-_FURTHEST = 0.25
+_MAX_TYPICAL_DISTANCE = 0.05
+_MAX_FURTHEST_DISTANCE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout:
-    """How an engine must be made for its states to be laid out as a file's: types by ggml's names, cells of the context."""
+    """The settings of an engine whose states have the layout of a file: types by ggml's names, context size in cells."""
 
     type_k: str
     type_v: str
@@ -45,9 +46,11 @@ EngineMaker = Callable[[EngineLayout], Engine]
 
 
 def layout_of(file: engine_files.EngineFile, n_ctx: int | None = None) -> EngineLayout:
-    """The engine that a file needs; the context has room for its tokens where `n_ctx` does not say more."""
+    """The engine that a file needs. Its context has `n_ctx` cells, by default enough for the file's tokens."""
     state = file.state
-    room = max(_LEAST_CONTEXT, 1 << len(file.token_ids).bit_length())  # few sizes: an engine serves many files
+    room = max(
+        _MIN_CONTEXT_CELLS, 1 << len(file.token_ids).bit_length()
+    )  # powers of two, so that one engine serves many files
     return EngineLayout(
         type_k=state.type_k, type_v=state.type_v, flash_attn=not state.v_transposed, n_ctx=n_ctx or room
     )
@@ -61,17 +64,17 @@ def convert(
     text: str | None = None,
     context_is_known: bool = False,
 ) -> CapturedState:
-    """A file's sequence 0 as a state of the engine's model. The engine holds the first tokens afterwards.
+    """A file's sequence 0 as a state of the engine's model. Afterwards the engine holds the first tokens.
 
-    The state stays in the file's own dialect, in one stream. The input hash is that of the token ids, or of `text` where its
-    tokens are exactly these. `context_is_known` says that the engine has as many cells as the file's had: models with long
-    and short rope factors need that.
+    The state keeps the file's dialect, in one stream. The input hash is that of the token ids, or that of `text`, whose tokens
+    must then be exactly these. `context_is_known` says that the engine's context size is that with which the file was written:
+    models with long and short RoPE factors need that. `name` is the file's name in messages.
 
     Raises:
         Incompatible: types, dimensions, or K and V of the first tokens are not the model's; or the text has other tokens.
-        Unsupported: not a full attention cache, or a layout that cannot be rewritten.
-        CorruptFile: K or V hold NaN or infinite values.
-        BadInput: the context's length is needed, or a token id that the model has not.
+        Unsupported: the memory is not a full attention cache, or its layout cannot be rewritten.
+        CorruptFile: K or V contain NaN or infinite values.
+        BadInput: the context size is needed, or the model does not have a token id.
         EngineFailed: the engine cannot evaluate the first tokens.
     """
     _require_fit(engine, name, context_is_known)
@@ -79,7 +82,7 @@ def convert(
     dialect = Dialect(1, file.state.rotation_words is not None, file.state.cell_extension)
     payload = kv_edit.to_dialect(engine_files.sequence_state(file), dialect)
     if bad := kv_values.not_finite(payload):
-        raise CorruptFile(path=name, check="Values", reason=f"{bad} holds NaN or infinity")
+        raise CorruptFile(path=name, check=CheckName.VALUES, reason=f"{bad} holds NaN or infinity")
     _require_shape(payload, engine)
     _prove(payload, token_ids, engine)
     input_hash = hash_input(token_ids if text is None else _text_of(text, token_ids, engine))
@@ -105,35 +108,37 @@ def _require_shape(payload: memoryview, engine: Engine) -> None:
         reason = f"each cell has {state.cell_extension} bytes more in the file, {engine.layout.cell_extension} in this engine"
         raise Incompatible(reason=reason)
     for field in ("type_k", "type_v", "v_transposed"):
-        here, there = getattr(state, field), fields.get(field)
-        if here != there:
-            raise Incompatible(reason=f"{field} is {here} in the file, {there} in the model")
+        of_file, of_model = getattr(state, field), fields.get(field)
+        if of_file != of_model:
+            raise Incompatible(reason=f"{field} is {of_file} in the file, {of_model} in the model")
     shape = ModelDimensions(n_layer=state.n_layer, n_kv_head=0, kv_token_bytes=state.token_bytes)
     if mismatch := formats.dimension_mismatch(shape, engine.dimensions):
         raise Incompatible(reason=mismatch)
 
 
 def _prove(payload: memoryview, token_ids: TokenIds, engine: Engine) -> None:
-    """Lets the engine evaluate the first tokens, and holds the file's cells to what comes out."""
-    n = min(_N_PROVEN, len(token_ids))
+    """Lets the engine evaluate the first tokens, and compares the result with the file's cells."""
+    n = min(_N_PROOF_TOKENS, len(token_ids))
     engine.evaluate(token_ids[:n])
-    found = kv_numbers.distance(kv_edit.cut(payload, n), engine.capture())
-    if not (found.typical <= _TYPICAL and found.furthest <= _FURTHEST):  # so that NaN fails too
+    apart = kv_numbers.distance(kv_edit.truncate(payload, n), engine.capture())
+    if not (
+        apart.typical <= _MAX_TYPICAL_DISTANCE and apart.furthest <= _MAX_FURTHEST_DISTANCE
+    ):  # so that NaN fails too
         raise Incompatible(
             reason=f"the file's K and V of the first {n} tokens are not what {engine.model_name} computes: they are "
-            f"{found.typical:.2g} apart (at most {_TYPICAL}), furthest {found.part} of layer {found.layer} with "
-            f"{found.furthest:.2g} (at most {_FURTHEST}); other weights, rope settings, an adapter, or for quantised "
-            "caches another rotation"
+            f"{apart.typical:.2g} apart (at most {_MAX_TYPICAL_DISTANCE}), furthest {apart.part} of layer {apart.layer} with "
+            f"{apart.furthest:.2g} (at most {_MAX_FURTHEST_DISTANCE}); other weights, rope settings, an adapter, or for "
+            "quantised caches another rotation"
         )
 
 
 def _text_of(text: str, token_ids: TokenIds, engine: Engine) -> str:
-    """The text, once its tokens are those of the file."""
-    given = engine.token_ids(text)
-    alike = min(len(given), len(token_ids))
-    differ = (given[:alike] != token_ids[:alike]).nonzero()[0]
-    if differ.size or len(given) != len(token_ids):
-        first = int(differ[0]) if differ.size else alike
-        reason = f"the text has {len(given)} tokens, the file holds {len(token_ids)}; they differ from token {first} on"
+    """The text, after its tokens were compared with those of the file."""
+    text_ids = engine.token_ids(text)
+    first = common_prefix(text_ids, token_ids)
+    if not first == len(text_ids) == len(token_ids):
+        reason = (
+            f"the text has {len(text_ids)} tokens, the file holds {len(token_ids)}; they differ from token {first} on"
+        )
         raise Incompatible(reason=reason)
     return text

@@ -1,4 +1,4 @@
-"""Exporting: a checkpoint becomes a file that llama-server or llama-cli loads, or a plain copy for another registry."""
+"""Export: write a checkpoint as a file that llama-server or llama-cli loads, or as a plain copy for another registry."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from llama_ckpt.checkpoints.flatten import whole_file
 from llama_ckpt.checkpoints.read import Cells, stored_cells
 from llama_ckpt.context import RegistryContext
 from llama_ckpt.errors import BadInput
-from llama_ckpt.formats import container, engine_files
+from llama_ckpt.formats import FileFormat, container, engine_files
 from llama_ckpt.formats.kv.layout import KvState, Rows
 from llama_ckpt.formats.kv.types import ALL_TYPES, is_quantised
 from llama_ckpt.store.disk import write_file
 from llama_ckpt.values import Checkpoint
 
-_ROTATION = 64
+_MIN_ROTATION = 64  # values
 Pieces = tuple[bytes | memoryview, ...]
 
 
 class ExportFormat(StrEnum):
-    """What a checkpoint is written as."""
+    """The format that a checkpoint is written in."""
 
-    GGSQ = engine_files.GGSQ
-    GGSN = engine_files.GGSN
+    GGSQ = "ggsq"
+    GGSN = "ggsn"
     LLAM = "llam"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """How a checkpoint is written: `version` of the format (None: the newest known); for ggsq whether the token list is
-    `packed`; `n_stream`, llama-server's number of slots where each has a cache of its own; for ggsn the model's `architecture`
-    where the checkpoint does not say it. `replace` allows a file of that name to go.
+    """How a checkpoint is written.
+
+    `version` is that of the format (None: the newest known). `packed` writes a packed token list (ggsq only). `n_stream` is
+    llama-server's number of slots if each has a cache of its own. `architecture` is the model's, for a ggsn file of a
+    checkpoint that does not contain it. `replace` allows the replacement of an existing file.
 
     Raises:
-        BadInput: an option that the format has not.
+        BadInput: the format does not have an option.
     """
 
     format: ExportFormat
@@ -64,12 +66,16 @@ class ExportOptions:
         """The version that is written."""
         if self.version is not None:
             return self.version
-        return container.VERSION if self.format is ExportFormat.LLAM else max(engine_files.VERSIONS[self.format.value])
+        return (
+            container.VERSION
+            if self.format is ExportFormat.LLAM
+            else max(engine_files.VERSIONS[FileFormat(self.format.value)])
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """A written file. `how_to_load` is one line."""
+    """A written file. `how_to_load` is one line for the user."""
 
     path: Path
     checkpoint: Checkpoint
@@ -81,15 +87,16 @@ class Export:
 
 
 def export(context: RegistryContext, row: Checkpoint, target: Path, options: ExportOptions) -> Export:
-    """Writes a checkpoint as a file outside the store, after every byte of it was checked. The row is leased meanwhile.
+    """Writes a checkpoint as a file outside the store, after every byte of it was checked. The row is leased for that time.
 
-    Interrupted, there is at most a temporary beside the target, which is there whole or not at all.
+    If it is interrupted, there is at most a temporary beside the target; the target is complete or does not exist.
 
     Raises:
-        BadInput: the row is STALE, the target is there already, its folder is not, or the version or architecture is not known.
+        BadInput: the row is STALE, the target exists already, its folder does not exist, or the version or architecture is not
+            known.
         CorruptFile, FileMissing, UnsafePath: the checkpoint's file is damaged or gone.
-        Incompatible, Unsupported: the state cannot be said in that version.
-        StoreFull, StoreUnavailable: it cannot be read or written.
+        Incompatible, Unsupported: the version's dialect cannot express the state.
+        StoreFull, StoreUnavailable: the checkpoint cannot be read or the file cannot be written.
         DatabaseUnavailable: the row cannot be leased.
     """
     with stored_cells(context, row) as (cells, file):
@@ -131,9 +138,11 @@ def _encoded(row: Checkpoint, cells: Cells, file: formats.CheckpointFile, option
 
 
 def rotation_of(file: formats.CheckpointFile) -> tuple[int, int] | None:
-    """How K and V of a checkpoint are rotated: as the state says; or, from the fingerprint, by llama.cpp's rule
-    (`llama_kv_cache`, src/llama-kv-cache.cpp of b11434): quantised ones whose heads are a multiple of 64, V by 64, K by the
-    largest power of two times 64 that divides its heads. None where the size of a head is not known.
+    """The sizes of the rotations of K and V of a checkpoint, 0 for none; None if the size of a head is not known.
+
+    If the state does not contain them, they follow from the fingerprint by llama.cpp's rule (`llama_kv_cache`,
+    src/llama-kv-cache.cpp of b11434): quantised types whose head size is a multiple of 64 are rotated, V by 64, K by the
+    largest power of two times 64 that divides its head size.
     """
     state, n_head = file.state, file.contents.header.n_kv_head
     if state.rotation_words is not None:
@@ -142,20 +151,21 @@ def rotation_of(file: formats.CheckpointFile) -> tuple[int, int] | None:
         return (0, 0)
     if n_head == 0 or not state.v:
         return None
-    of_k, of_v = (_head_size(rows[0], n_head) for rows in (state.k, state.v))
-    k = _ROTATION if of_k % _ROTATION == 0 and is_quantised(state.k[0].ggml_type) else 0
-    while k and of_k % (2 * k) == 0:
+    head_k, head_v = (_head_size(rows[0], n_head) for rows in (state.k, state.v))
+    k = _MIN_ROTATION if head_k % _MIN_ROTATION == 0 and is_quantised(state.k[0].ggml_type) else 0
+    while k and head_k % (2 * k) == 0:
         k *= 2
-    return k, _ROTATION if of_v % _ROTATION == 0 and is_quantised(state.v[0].ggml_type) else 0
+    return k, _MIN_ROTATION if head_v % _MIN_ROTATION == 0 and is_quantised(state.v[0].ggml_type) else 0
 
 
 def _head_size(rows: Rows, n_head: int) -> int:
+    """The size of one head in values."""
     kind = ALL_TYPES[rows.ggml_type]
     return rows.row_bytes // kind.block_bytes * kind.block_values // n_head
 
 
 def _how_to_load(target: Path, state: KvState, options: ExportOptions) -> str:
-    """One line for a person, whose parts can be given to a shell."""
+    """One line for the user; file names are quoted for a shell."""
     flags = f"-fa {'off' if state.v_transposed else 'on'} -ctk {state.type_k} -ctv {state.type_v}"
     if options.format is ExportFormat.GGSQ:
         name, folder = json.dumps({"filename": target.name}), quote(str(target.absolute().parent))

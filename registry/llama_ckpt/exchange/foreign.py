@@ -1,8 +1,8 @@
-"""Folders of other programs: what they are and what they hold, without changing or running anything in them.
+"""Recognise other programs' folders and count their entries, without changing or running anything in them.
 
 llama-cpp-python's `LlamaDiskCache` keeps pickles of `LlamaState` in a folder of the package diskcache: `cache.db` (SQLite)
-lists the entries, values of 32 KiB and more lie beside it as `ab/cd/….val` (diskcache 5.6.3, core.py). A pickle runs code
-when it is read, so the entries are counted and sized, and left alone.
+lists the entries; values of 32 KiB and more are files beside it, `ab/cd/….val` (diskcache 5.6.3, core.py). A pickle runs code
+when it is read, so the entries are counted and measured, and never opened.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from llama_ckpt.errors import StoreUnavailable
 DATABASE = "cache.db"
 _COLUMNS = {"key", "raw", "size", "mode", "filename", "value"}
 _PICKLE = 4  # diskcache's MODE_PICKLE
-_HEAD = 4096
-# The names of module and class stand in the head of every pickle of a LlamaState.
+_HEAD_BYTES = 4096
+# The head of every pickle of a LlamaState contains the names of its module and class.
 _STATE_NAMES = (b"llama_cpp.llama", b"LlamaState")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignFolder:
-    """A folder of diskcache. `entry_bytes` is what its database says of the values, `disk_bytes` what all files take.
+    """A folder of diskcache. `entry_bytes` is the size of the values by its database, `disk_bytes` that of all files.
 
-    `of_llama` says whether the entry looked at is a pickled `LlamaState`: then the folder is a `LlamaDiskCache`, else some
-    other program's. `n_missing` entries name a file that is not there, `n_orphans` files are named by no entry.
+    `of_llama` says whether the checked entry is a pickled `LlamaState`: then the folder is a `LlamaDiskCache`, else another
+    program's. `n_missing` is the number of entries whose file does not exist, `n_orphans` that of files without an entry.
     """
 
     path: Path
@@ -47,7 +47,7 @@ class ForeignFolder:
 
     @property
     def why_not(self) -> str:
-        """Why none of it can be restored."""
+        """Why nothing in it can be restored."""
         return (
             "its entries are Python pickles, which run code when they are read: they are counted and never opened. "
             "Evaluate the inputs again, or save them from the program that holds them"
@@ -55,7 +55,7 @@ class ForeignFolder:
 
 
 def recognise(folder: Path) -> ForeignFolder | None:
-    """What a folder of another program is, and how many entries and bytes it has; None for a folder not known here.
+    """The kind of another program's folder and its number of entries and bytes; None for a folder that is not recognised.
 
     Reads names, sizes, `cache.db` and the first 4 KiB of one value. Writes nothing into the folder and follows no symlink.
 
@@ -77,7 +77,7 @@ def recognise(folder: Path) -> ForeignFolder | None:
 
 @contextmanager
 def _opened(database: Path) -> Iterator[sqlite3.Connection]:
-    """A reader that leaves no trace. SQLite reads a write-ahead log only where it may write: such a database is copied."""
+    """A connection that changes nothing. SQLite reads a write-ahead log only if it may write, so such a database is copied."""
     log = database.with_name(database.name + "-wal")
     if not log.is_file() or log.is_symlink() or log.stat().st_size == 0:
         with closing(_connect(database)) as db:
@@ -117,7 +117,7 @@ def _diskcache(folder: Path, db: sqlite3.Connection) -> ForeignFolder:
 
 
 def _files(folder: Path) -> tuple[set[str], int]:
-    """The value files by their names in the database, and the bytes of all files."""
+    """The value files, by the names that the database uses, and the size of all files in bytes."""
     values, total = set(), 0
     for top, folders, names in os.walk(folder):
         folders.sort()
@@ -130,14 +130,14 @@ def _files(folder: Path) -> tuple[set[str], int]:
 
 
 def _holds_states(folder: Path, db: sqlite3.Connection, on_disk: set[str]) -> bool:
-    """Whether an entry is a pickled `LlamaState`, by the names in its first bytes."""
-    rows = db.execute("SELECT filename, substr(value, 1, ?) FROM Cache WHERE mode = ?", (_HEAD, _PICKLE))
+    """Whether the first readable entry is a pickled `LlamaState`, by the names in its head."""
+    rows = db.execute("SELECT filename, substr(value, 1, ?) FROM Cache WHERE mode = ?", (_HEAD_BYTES, _PICKLE))
     for filename, value in rows:
         if filename is None:
             head = value if isinstance(value, bytes) else b""
         elif filename.replace("\\", "/") in on_disk:
             with (folder / filename).open("rb") as file:
-                head = file.read(_HEAD)
+                head = file.read(_HEAD_BYTES)
         else:
             continue
         return all(name in head for name in _STATE_NAMES)

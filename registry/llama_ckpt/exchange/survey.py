@@ -1,4 +1,4 @@
-"""What lies in a folder: every file told apart by its content, folders of other programs recognised. Changes nothing."""
+"""Survey a folder: identify every file by its content, and recognise other programs' folders. Changes nothing."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from llama_ckpt.errors import FileMissing, LlamaCkptError, StoreUnavailable
 from llama_ckpt.exchange.foreign import ForeignFolder, recognise
 from llama_ckpt.store.disk import map_file, store_errors
 
-# To open and close a database drops the locks that this process has on it (POSIX), so these are not looked into.
-_DATABASES = (".sqlite3", ".sqlite3-wal", ".sqlite3-shm", ".sqlite3-journal")
+# Opening and closing a database file drops the locks that this process has on it (POSIX), so these are not opened.
+_DATABASE_SUFFIXES = (".sqlite3", ".sqlite3-wal", ".sqlite3-shm", ".sqlite3-journal")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surveyed:
-    """One thing in a folder: a file and what it is (`found`), a folder of another program, or what could not be looked at and
-    why (`problem`).
+    """One entry of a folder: a file (`found` says what it is), a folder of another program (`folder`), or an entry that could
+    not be read (`problem` says why).
     """
 
     path: Path
@@ -29,11 +29,11 @@ class Surveyed:
 
 
 def survey(folder: Path) -> Iterator[Surveyed]:
-    """Everything under a folder, in order of its names. A folder of another program is one entry, and nothing in it is opened;
-    symlinks are named and not followed. Reads every byte of what has a checksum.
+    """Every entry under a folder, in order of the names. A folder of another program is one entry and is not entered; symlinks
+    are reported and not followed. Reads every byte of a file that has a checksum.
 
     Raises:
-        StoreUnavailable: the folder itself cannot be listed. One in it that cannot is an entry with its `problem`.
+        StoreUnavailable: the folder itself cannot be listed. A subfolder that cannot be listed is an entry with a `problem`.
     """
     foreign = recognise(folder) if folder.is_dir() else None
     if foreign is not None:
@@ -49,13 +49,13 @@ def survey(folder: Path) -> Iterator[Surveyed]:
                 yield from survey(path)
             except StoreUnavailable as error:
                 yield Surveyed(path=path, problem=str(error))
-        elif (one := _file(path)) is not None:
-            yield one
+        elif (entry := _file(path)) is not None:
+            yield entry
 
 
 def _file(path: Path) -> Surveyed | None:
-    """One file; None where it went meanwhile."""
-    if path.name.endswith(_DATABASES):
+    """One file; None if it was removed after the folder was listed."""
+    if path.name.endswith(_DATABASE_SUFFIXES):
         return Surveyed(path=path, problem="a database, which is not opened")
     try:
         with map_file(path) as view:

@@ -1,4 +1,4 @@
-"""Our own checkpoint files, opened: everything in them, verified, in one call. Pure."""
+"""Open a `LLAM` checkpoint file: everything in it, verified, in one call. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llama_ckpt.errors import BadInput, CorruptFile, Unsupported
 from llama_ckpt.fingerprint import fingerprint, tokens_hash
 from llama_ckpt.formats import container
 from llama_ckpt.formats.kv import state as kv_state
-from llama_ckpt.values import Checkpoint, Fingerprint, ModelDimensions
+from llama_ckpt.values import CheckName, Checkpoint, Fingerprint, ModelDimensions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class CheckpointFile:
 
     @property
     def dimensions(self) -> ModelDimensions:
-        """The shape that the payload itself shows."""
+        """The dimensions that the payload itself has."""
         return ModelDimensions(
             n_layer=self.state.n_layer,
             n_kv_head=self.contents.header.n_kv_head,
@@ -30,40 +30,41 @@ class CheckpointFile:
         )
 
 
-def _no_one(_check: str) -> None:
+def _ignore(_check: CheckName) -> None:
     return None
 
 
-def open_checkpoint(view: memoryview, name: str, passed: Callable[[str], None] = _no_one) -> CheckpointFile:
+def open_checkpoint(view: memoryview, name: str, on_passed: Callable[[CheckName], None] = _ignore) -> CheckpointFile:
     """Reads a checkpoint file from memory: header, CRCs, structure of the body, agreement of the parts, in this order.
 
-    `passed` hears the name of each check that held: "Header", "CRC32", "Structure".
+    Calls `on_passed` after each check that passed, with `HEADER`, `CRC32` and `STRUCTURE`. `name` is the file's name in
+    messages.
 
     Raises:
         CorruptFile: the first check that failed, with the values that disagree.
     """
     header, padding = container.read_header(view, name)
-    passed("Header")
+    on_passed(CheckName.HEADER)
     contents = container.read_contents(view, header, padding, name)
-    passed("CRC32")
+    on_passed(CheckName.CRC32)
     file = require_structure(contents, name)
-    passed("Structure")
+    on_passed(CheckName.STRUCTURE)
     return file
 
 
 def require_structure(contents: container.Contents, name: str) -> CheckpointFile:
-    """Holds a file's parts to one another: header, metadata, token ids and the payload, parsed to its last byte.
+    """Checks that the parts of a file agree: header, metadata, token ids and the payload, which is parsed to its last byte.
 
     Raises:
-        CorruptFile: the first thing in which two of them disagree, with both values.
+        CorruptFile: the first contradiction, with both values.
     """
     try:
-        return _agreeing(contents, name)
-    except RecursionError:  # what json could just read may be too deep to be written, or to be told
-        raise CorruptFile(path=name, check="Structure", reason="the metadata is nested too deep") from None
+        return _checked_structure(contents, name)
+    except RecursionError:  # metadata that json can still read may be too deep to be written or formatted
+        raise _corrupt(name, "the metadata is nested too deep") from None
 
 
-def _agreeing(contents: container.Contents, name: str) -> CheckpointFile:
+def _checked_structure(contents: container.Contents, name: str) -> CheckpointFile:
     header = contents.header
     try:
         state = kv_state.parse(contents.payload)
@@ -73,27 +74,27 @@ def _agreeing(contents: container.Contents, name: str) -> CheckpointFile:
             kv_state.require_whole_sequence(state, header.seq_len)
         identity = fingerprint_of(contents)
     except (Unsupported, BadInput) as error:
-        raise CorruptFile(path=name, check="Structure", reason=str(error)) from error
+        raise _corrupt(name, str(error)) from error
     if header.n_layer != state.n_layer:
-        reason = f"the header says {header.n_layer} layers, the payload has {state.n_layer}"
-        raise CorruptFile(path=name, check="Structure", reason=reason)
-    shown = {"type_k": state.type_k, "type_v": state.type_v, "v_transposed": state.v_transposed}
-    for field, value in shown.items():
+        raise _corrupt(name, f"the header says {header.n_layer} layers, the payload has {state.n_layer}")
+    of_payload = {"type_k": state.type_k, "type_v": state.type_v, "v_transposed": state.v_transposed}
+    for field, value in of_payload.items():
         if identity.fields.get(field) != value:
-            reason = f"the payload's {field} is {value}, the fingerprint's {identity.fields.get(field)}"
-            raise CorruptFile(path=name, check="Structure", reason=reason)
+            raise _corrupt(name, f"the payload's {field} is {value}, the fingerprint's {identity.fields.get(field)}")
     if identity.digest != header.fingerprint:
-        raise CorruptFile(
-            path=name, check="Structure", reason="the metadata's fields do not give the header's fingerprint"
-        )
+        raise _corrupt(name, "the metadata's fields do not give the header's fingerprint")
     return CheckpointFile(contents=contents, state=state, fingerprint=identity)
 
 
+def _corrupt(name: str, reason: str) -> CorruptFile:
+    return CorruptFile(path=name, check=CheckName.STRUCTURE, reason=reason)
+
+
 def fingerprint_of(contents: container.Contents) -> Fingerprint:
-    """The fingerprint that the metadata's plain fields give.
+    """The fingerprint that the metadata's fields give.
 
     Raises:
-        BadInput: the metadata has no such fields.
+        BadInput: the metadata has no fingerprint fields.
     """
     fields = contents.metadata.get("fingerprint")
     if not isinstance(fields, dict):
@@ -102,10 +103,10 @@ def fingerprint_of(contents: container.Contents) -> Fingerprint:
 
 
 def require_agreement(file: CheckpointFile, row: Checkpoint, name: str) -> None:
-    """Holds a file to its row; a delta's only as far as its own tokens go.
+    """Checks that a file belongs to its row. The tokens hash of a delta is not compared: its file has only its own tokens.
 
     Raises:
-        CorruptFile: input hash, fingerprint, tokens or payload CRC are not those of the row.
+        CorruptFile: fingerprint, input hash, tokens or payload CRC differ from the row's.
     """
     header = file.contents.header
     pairs = {
@@ -115,18 +116,19 @@ def require_agreement(file: CheckpointFile, row: Checkpoint, name: str) -> None:
         "first token": (row.start_token, header.start_token),
         "payload CRC": (row.payload_crc32, header.payload_crc32),
     }
-    if header.start_token == 0:  # a delta has the others in its parents' files
+    if header.start_token == 0:  # the first tokens of a delta are in its parents' files
         pairs["tokens hash"] = (row.tokens_hash, tokens_hash(file.contents.token_ids))
     for what, (in_row, in_file) in pairs.items():
         if in_row != in_file:
-            told = (x.hex()[:16] + "…" if isinstance(x, bytes) else str(x) for x in (in_row, in_file))
-            raise CorruptFile(path=name, check="Row", reason="{}: the row says {}, the file {}".format(what, *told))
+            shown_row, shown_file = (x.hex()[:16] + "…" if isinstance(x, bytes) else str(x) for x in (in_row, in_file))
+            reason = f"{what}: the row says {shown_row}, the file {shown_file}"
+            raise CorruptFile(path=name, check=CheckName.ROW, reason=reason)
 
 
-def dimension_mismatch(found: ModelDimensions, expected: ModelDimensions) -> str | None:
-    """What differs between a file's shape and the model's, in words; None when they agree."""
+def dimension_mismatch(actual: ModelDimensions, expected: ModelDimensions) -> str | None:
+    """The first dimension in which a file differs from the model, as text; None if they agree. 0 means unknown and matches."""
     for field in ("n_layer", "n_kv_head", "kv_token_bytes"):
-        here, there = getattr(found, field), getattr(expected, field)
+        here, there = getattr(actual, field), getattr(expected, field)
         if here != there and 0 not in (here, there):
             return f"{field} is {here} in the file, {there} in the model"
     return None

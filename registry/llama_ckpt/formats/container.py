@@ -1,6 +1,6 @@
 """The checkpoint file `LLAM` version 2: bytes ↔ values. Pure; docs/file-format.md has the byte table.
 
-Nothing of a file is trusted: every count is bounded by the file's size before anything is allocated for it.
+Nothing in a file is trusted: every count is bounded by the file's size before anything is allocated for it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from isal import isal_zlib
 
 from llama_ckpt.errors import CorruptFile, Unsupported
 from llama_ckpt.fingerprint import TokenIds
+from llama_ckpt.formats.magic import MAX_PADDING, padded_magic
+from llama_ckpt.values import CheckName
 
 MAGIC = b"LLAM"
 VERSION = 2
 FLAG_DELTA = 1
 FLAG_SLICEABLE = 2
-MAX_PADDING = 8
 MAX_METADATA = 1 << 16
 PAGE = 4096
 
@@ -32,7 +33,7 @@ _HEADER_CRC_AT = 0x0C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The 128 header bytes as values, in file order."""
+    """The 128 bytes of the header as values, in file order. The payload's offset counts from the magic."""
 
     version: int = VERSION
     flags: int
@@ -52,16 +53,16 @@ class Header:
 
     @property
     def n_file_tokens(self) -> int:
-        """Token ids that stand in this file."""
+        """Number of token ids in this file: a delta does not contain those before `start_token`."""
         return self.seq_len - self.start_token
 
 
-_FIELDS = tuple(field.name for field in fields(Header))  # asked for once: a match reads many headers
+_FIELDS = tuple(field.name for field in fields(Header))  # computed once: a match reads many headers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """A file whose every byte was checked. `payload` is a view into the caller's buffer, never a copy."""
+    """A file of which every byte was checked. `payload` is a view into the caller's buffer, never a copy."""
 
     header: Header
     padding: int
@@ -110,30 +111,29 @@ def sealed(header: Header) -> Header:
 
 
 def padding_of(view: memoryview) -> int | None:
-    """How many zero bytes, 0 to 8, stand before the magic; None where it does not follow."""
-    start = bytes(view[: MAX_PADDING + len(MAGIC)])
-    padding = len(start) - len(start.lstrip(b"\0"))
-    return padding if start[padding : padding + len(MAGIC)] == MAGIC else None
+    """The number of zero bytes before the magic, 0 to 8; None if no LLAM magic follows them."""
+    start = padded_magic(view, (MAGIC,))
+    return None if start is None else start[1]
 
 
 def find_magic(view: memoryview, name: str) -> int:
-    """How many zero bytes stand before the magic: 0 to 8.
+    """The number of zero bytes before the magic, 0 to 8.
 
     Raises:
-        CorruptFile: the file is empty or too short, or begins with neither `LLAM` nor 1 to 8 zeros and `LLAM`.
+        CorruptFile: the file is shorter than a header, or does not start with 0 to 8 zero bytes and `LLAM`.
     """
     if len(view) < HEADER_SIZE:
         what = "the file is empty" if len(view) == 0 else f"{len(view)} bytes are fewer than a header's {HEADER_SIZE}"
-        raise CorruptFile(path=name, check="Header", reason=what)
+        raise _corrupt(name, what)
     padding = padding_of(view)
     if padding is None:
         start = bytes(view[: MAX_PADDING + len(MAGIC)]).hex(" ")
-        raise CorruptFile(path=name, check="Header", reason=f"no LLAM magic: the file begins with {start}")
+        raise _corrupt(name, f"no LLAM magic: the file begins with {start}")
     return padding
 
 
 def unpack_header(view: memoryview, padding: int) -> Header:
-    """The header's fields as they stand, unchecked, for whoever must look at a damaged file.
+    """The header's fields, unchecked: for the display and the repair of damaged files.
 
     Raises:
         struct.error: fewer than 128 bytes after the padding.
@@ -144,14 +144,14 @@ def unpack_header(view: memoryview, padding: int) -> Header:
 
 def read_header(view: memoryview, name: str, size: int | None = None) -> tuple[Header, int]:
     """The header and the padding before it, after magic, version, header CRC and all counts were checked. `view` may be the
-    beginning of a file of `size` bytes.
+    first part of a file of `size` bytes.
 
     Raises:
-        CorruptFile: whichever check fails first, with the values that disagree.
+        CorruptFile: the first check that failed, with the values that disagree.
     """
     padding = find_magic(view, name)
     if len(view) - padding < HEADER_SIZE:
-        raise CorruptFile(path=name, check="Header", reason=f"the file ends inside the header, after {len(view)} bytes")
+        raise _corrupt(name, f"the file ends inside the header, after {len(view)} bytes")
     header = unpack_header(view, padding)
     if header.version != VERSION:
         raise _corrupt(name, f"version {header.version}, this reader knows {VERSION}")
@@ -165,7 +165,7 @@ def read_header(view: memoryview, name: str, size: int | None = None) -> tuple[H
 
 
 def _wrong_count(header: Header, size: int) -> str | None:
-    """Which numbers of a header disagree with each other or with the size of the file; None: they agree."""
+    """Which numbers of a header contradict each other or the size of the file; None if they agree."""
     ends = header.payload_offset + header.payload_size
     delta = bool(header.flags & FLAG_DELTA)
     head = HEADER_SIZE + header.metadata_size + 4 * header.n_file_tokens
@@ -185,17 +185,18 @@ def _wrong_count(header: Header, size: int) -> str | None:
 
 
 def read_contents(view: memoryview, header: Header, padding: int, name: str) -> Contents:
-    """Metadata, token ids and payload, after the CRCs of both parts and the zero filling were checked.
+    """Metadata, token ids and payload, after the CRCs of both parts and the zero bytes between them were checked.
 
     Raises:
-        CorruptFile: a CRC disagrees, the filling is not zero, or the metadata is no JSON object.
+        CorruptFile: a CRC does not match, the bytes between head and payload are not zero, or the metadata is not a JSON
+            object.
     """
     token_ids = read_token_ids(view, header, padding, name)
     meta_at = padding + HEADER_SIZE
     payload_at = padding + header.payload_offset
     ids_end = meta_at + header.metadata_size + token_ids.nbytes
     if any(view[ids_end:payload_at]):
-        raise _corrupt(name, "the filling before the payload is not zero", check="CRC32")
+        raise _corrupt(name, "the filling before the payload is not zero", check=CheckName.CRC32)
     payload = view[payload_at : payload_at + header.payload_size]
     _require_crc(name, "payload", header.payload_crc32, crc32(payload))
     return Contents(
@@ -208,11 +209,11 @@ def read_contents(view: memoryview, header: Header, padding: int, name: str) -> 
 
 
 def read_token_ids(view: memoryview, header: Header, padding: int, name: str) -> TokenIds:
-    """The token ids of `[start_token, seq_len)`, after the CRC over metadata and token ids was checked. `view` may be the
-    beginning of a file, up to the payload.
+    """The token ids of `[start_token, seq_len)`, after the CRC of metadata and token ids was checked. `view` may be the
+    first part of a file, up to the payload.
 
     Raises:
-        CorruptFile: the CRC disagrees.
+        CorruptFile: the CRC does not match.
     """
     meta_at = padding + HEADER_SIZE
     ids_at = meta_at + header.metadata_size
@@ -225,22 +226,22 @@ def _metadata(view: memoryview, name: str) -> Mapping[str, Any]:
     try:
         metadata = json.loads(bytes(view))
     except (ValueError, RecursionError) as error:
-        raise CorruptFile(path=name, check="Structure", reason=f"the metadata is no JSON: {error}") from error
+        raise _corrupt(name, f"the metadata is no JSON: {error}", check=CheckName.STRUCTURE) from error
     if not isinstance(metadata, dict):
-        raise _corrupt(name, "the metadata is no JSON object", check="Structure")
+        raise _corrupt(name, "the metadata is no JSON object", check=CheckName.STRUCTURE)
     return metadata
 
 
 def pack_header(header: Header) -> bytes:
-    """The 128 bytes of a header, with the CRCs that stand in it."""
+    """The 128 bytes of a header, with the CRCs that it contains."""
     return _LAYOUT.pack(MAGIC, *(getattr(header, name) for name in _FIELDS))
 
 
-def _corrupt(name: str, reason: str, check: str = "Header") -> CorruptFile:
+def _corrupt(name: str, reason: str, check: CheckName = CheckName.HEADER) -> CorruptFile:
     return CorruptFile(path=name, check=check, reason=reason)
 
 
 def _require_crc(name: str, what: str, stored: int, actual: int) -> None:
     if stored != actual:
         reason = f"CRC-32 of the {what} is {actual:08x}, the header says {stored:08x}"
-        raise _corrupt(name, reason, check="CRC32")
+        raise _corrupt(name, reason, check=CheckName.CRC32)

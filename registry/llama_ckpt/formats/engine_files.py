@@ -1,8 +1,8 @@
 """llama.cpp's own files: `ggsq` (one sequence) and `ggsn` (a whole context). bytes ↔ values. Pure.
 
-Learnt from `llama_context::state_seq_save_file` and `state_save_file` (llama.cpp b11434, src/llama-context.cpp), from
-`server_tokens::serialize` (tools/server/server-common.cpp) for llama-server's packed token list, and from the real files in
-tests/samples. docs/formats.md has the byte tables, and says where the next version of llama.cpp goes in.
+Sources: `llama_context::state_seq_save_file` and `state_save_file` (llama.cpp b11434, src/llama-context.cpp);
+`server_tokens::serialize` (tools/server/server-common.cpp) for llama-server's packed token list; the real files in
+tests/samples. docs/formats.md has the byte tables, and explains how to add the next version of llama.cpp.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from llama_ckpt.formats.kv import context as kv_context
 from llama_ckpt.formats.kv import edit as kv_edit
 from llama_ckpt.formats.kv import state as kv_state
 from llama_ckpt.formats.kv.layout import Dialect, KvState, Positions
+from llama_ckpt.formats.magic import FileFormat, padded_magic
+from llama_ckpt.values import CheckName
 
-GGSQ = "ggsq"
-GGSN = "ggsn"
-MAGICS = {GGSQ: b"qsgg", GGSN: b"nsgg"}  # u32 0x67677371 and 0x6767736e, little-endian
-MAX_PADDING = 8
+MAGICS = {FileFormat.GGSQ: b"qsgg", FileFormat.GGSN: b"nsgg"}  # u32 0x67677371 and 0x6767736e, little-endian
+_FORMATS = {magic: kind for kind, magic in MAGICS.items()}
 
-# Version -> whether its body has the two rotation words. The next version of llama.cpp is one entry here and one sample.
-VERSIONS = {GGSQ: {2: False, 3: False, 4: True}, GGSN: {9: False, 10: False, 11: True}}
+# Version -> whether its body has the two rotation words. The next version of llama.cpp needs one entry here and one sample.
+VERSIONS = {FileFormat.GGSQ: {2: False, 3: False, 4: True}, FileFormat.GGSN: {9: False, 10: False, 11: True}}
 
 _PACKED_MARKER = -1  # LLAMA_TOKEN_NULL
 _PACKED_VERSION = 1
-_MAX_NAME = 256
+_MAX_NAME_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFile:
-    """A ggsq or ggsn file, read to its last byte. `body` is a view into the caller's buffer; `state` speaks of its bytes.
+    """A ggsq or ggsn file, read to its last byte. `body` is a view into the caller's buffer; `state` has the offsets in it.
 
-    `token_ids` has shape `[n_tokens]`; where media stands it is -1. `known` says whether the version is one of `VERSIONS`;
-    an unknown one is read only if its body is of a layout known here to the last byte.
+    `token_ids` has shape `[n_tokens]` and is -1 at the places of media. `known` says whether the version is one of
+    `VERSIONS`; a file of another version is read only if its body has a known layout to the last byte.
     """
 
-    format: str
+    format: FileFormat
     version: int
     known: bool
     padding: int
@@ -54,43 +54,39 @@ class EngineFile:
 
     @property
     def whole_context(self) -> bool:
-        """Whether the body is of all sequences of a context, not of one."""
-        return self.format == GGSN
+        """Whether the body holds all sequences of a context, not one."""
+        return self.format is FileFormat.GGSN
 
 
-def find_magic(view: memoryview) -> tuple[str, int] | None:
-    """The format and how many zero bytes, 0 to 8, stand before its magic; None where there is neither."""
-    start = bytes(view[: MAX_PADDING + 4])
-    padding = len(start) - len(start.lstrip(b"\0"))
-    for name, magic in MAGICS.items():
-        if start[padding : padding + 4] == magic:
-            return name, padding
-    return None
+def find_magic(view: memoryview) -> tuple[FileFormat, int] | None:
+    """The format and the number of zero bytes before its magic, 0 to 8; None if the file has neither magic."""
+    start = padded_magic(view, _FORMATS)
+    return None if start is None else (_FORMATS[start[0]], start[1])
 
 
 def read(view: memoryview, name: str) -> EngineFile:
-    """Reads a ggsq or ggsn file from memory: magic, version, tokens, body, each bounded by what is there.
+    """Reads a ggsq or ggsn file from memory: magic, version, tokens, body, each bounded by the size of the file.
 
     Raises:
-        CorruptFile: neither magic, a count that the file has no room for, or a body that does not end at the last byte.
+        CorruptFile: no ggsq or ggsn magic, a count that exceeds the file, or a body that does not end at the last byte.
     """
-    found = find_magic(view)
-    if found is None:
-        _refuse(name, "Header", f"no ggsq or ggsn magic: the file begins with {bytes(view[:16]).hex(' ')}")
-    kind, padding = found
+    magic = find_magic(view)
+    if magic is None:
+        _refuse(name, CheckName.HEADER, f"no ggsq or ggsn magic: the file begins with {bytes(view[:16]).hex(' ')}")
+    kind, padding = magic
     try:
         return _Reader(view, padding, name).file(kind)
     except Unsupported as error:
-        raise CorruptFile(path=name, check="Structure", reason=str(error)) from None
+        raise CorruptFile(path=name, check=CheckName.STRUCTURE, reason=str(error)) from None
 
 
 def sequence_state(file: EngineFile, seq_id: int = 0) -> memoryview:
-    """The state of the file's sequence as `llama_state_seq_set_data` takes it: a copy of the body behind eight bytes more.
+    """The state of the file's sequence as `llama_state_seq_set_data` takes it: a copy of the body after eight more bytes.
 
-    Of a whole context it is that of sequence `seq_id`.
+    For a whole context, it is the state of sequence `seq_id`.
 
     Raises:
-        Unsupported: a whole context without that sequence, or with recurrent memory; or the file has media.
+        Unsupported: the file has media; or it is a whole context without that sequence, or with recurrent memory.
     """
     if file.n_media:
         raise Unsupported(what="restoring a file with media", reason=MEDIA_REASON)
@@ -103,7 +99,7 @@ def sequence_state(file: EngineFile, seq_id: int = 0) -> memoryview:
 
 
 def positions(file: EngineFile) -> list[Positions]:
-    """The positions that each cache, and recurrent memory, has of the file's sequence; each of shape `[n_cells]`.
+    """The positions of the file's sequence in each cache and in recurrent memory; each of shape `[n_cells]`.
 
     Raises:
         Unsupported: a whole context without sequence 0.
@@ -115,7 +111,7 @@ def positions(file: EngineFile) -> list[Positions]:
 
 
 def held_token_ids(file: EngineFile) -> TokenIds:
-    """The token ids whose state the file holds; shape `[n_cells]`. llama-cli lists one token more, which has no cell yet.
+    """The token ids whose state the file holds; shape `[n_cells]`. llama-cli lists one more token, which has no cell yet.
 
     Raises:
         Unsupported: a whole context without sequence 0.
@@ -123,22 +119,22 @@ def held_token_ids(file: EngineFile) -> TokenIds:
     return file.token_ids[: n_held(file, positions(file))]
 
 
-def n_held(file: EngineFile, where: list[Positions]) -> int:
-    """How many tokens the file holds the state of, where `where` is what `positions` gave."""
+def n_held(file: EngineFile, of_caches: list[Positions]) -> int:
+    """The number of tokens whose state the file holds. `of_caches` is the result of `positions`."""
     if file.state.caches:
-        return len(where[0])
-    return int(where[0].max(initial=-1)) + 1 if where else 0
+        return len(of_caches[0])
+    return int(of_caches[0].max(initial=-1)) + 1 if of_caches else 0
 
 
 MEDIA_REASON = "its tokens include images or audio, which token ids do not identify"
 
 
-def _refuse(name: str, check: str, reason: str) -> NoReturn:
+def _refuse(name: str, check: CheckName, reason: str) -> NoReturn:
     raise CorruptFile(path=name, check=check, reason=reason)
 
 
 class _Reader:
-    """A cursor over one file that refuses to leave it."""
+    """A cursor over one file. It raises `CorruptFile` instead of leaving it."""
 
     def __init__(self, view: memoryview, at: int, name: str) -> None:
         self.view = view
@@ -146,12 +142,12 @@ class _Reader:
         self.padding = at
         self.name = name
 
-    def take(self, size: int, what: str, check: str = "Header") -> int:
-        """Steps over `size` bytes; gives where they begin."""
+    def take(self, size: int, what: str) -> int:
+        """Steps over `size` bytes and gives the offset of the first."""
         start, self.at = self.at, self.at + size
         if self.at > len(self.view):
             left = len(self.view) - start
-            _refuse(self.name, check, f"{what} at byte {start} needs {size} bytes, the file has {left} left")
+            _refuse(self.name, CheckName.HEADER, f"{what} at byte {start} needs {size} bytes, the file has {left} left")
         return start
 
     def u32(self, what: str) -> int:
@@ -160,14 +156,14 @@ class _Reader:
     def u64(self, what: str) -> int:
         return int(struct.unpack_from("<Q", self.view, self.take(8, what))[0])
 
-    def file(self, kind: str) -> EngineFile:
+    def file(self, kind: FileFormat) -> EngineFile:
         self.take(4, "the magic")
         version = self.u32("the version")
         raw, words = self.token_words()
         packed = len(words) > 0 and int(words[0]) == _PACKED_MARKER
         token_ids, n_media = self.unpacked(raw) if packed else (words.astype(np.int32), 0)
-        architecture = self.architecture() if kind == GGSN else None
-        body, state = self.body(whole_context=kind == GGSN)
+        architecture = self.architecture() if kind is FileFormat.GGSN else None
+        body, state = self.body(whole_context=kind is FileFormat.GGSN)
         return EngineFile(
             format=kind,
             version=version,
@@ -188,12 +184,14 @@ class _Reader:
         return raw, np.frombuffer(raw, dtype="<i4")
 
     def unpacked(self, raw: memoryview) -> tuple[TokenIds, int]:
-        """The ids of llama-server's packed list, and how many media it names: marker, version, ids, keys, chunks."""
+        """The ids of llama-server's packed list and its number of media. The list is: marker, version, ids, keys, chunks."""
         inner = _Reader(raw, 4, self.name)
         version = inner.u32("the packed list's version")
         if version != _PACKED_VERSION:
             _refuse(
-                self.name, "Header", f"a packed token list of version {version}, this reader knows {_PACKED_VERSION}"
+                self.name,
+                CheckName.HEADER,
+                f"a packed token list of version {version}, this reader knows {_PACKED_VERSION}",
             )
         n_ids = inner.u32("the packed list's number of tokens")
         start = inner.take(4 * n_ids, f"the packed list's {n_ids} tokens")
@@ -204,21 +202,21 @@ class _Reader:
             inner.take(inner.u32(f"the size of media {number}"), f"media {number}")
         filling = bytes(inner.view[inner.at :])
         if len(filling) >= 4 or any(filling):
-            _refuse(self.name, "Header", f"{len(filling)} bytes stand behind the packed token list")
+            _refuse(self.name, CheckName.HEADER, f"{len(filling)} bytes stand behind the packed token list")
         return token_ids, n_media
 
     def architecture(self) -> str:
         size = self.u32("the length of the architecture's name")
-        if size > _MAX_NAME:
-            _refuse(self.name, "Header", f"an architecture's name of {size} bytes, at most {_MAX_NAME}")
+        if size > _MAX_NAME_BYTES:
+            _refuse(self.name, CheckName.HEADER, f"an architecture's name of {size} bytes, at most {_MAX_NAME_BYTES}")
         start = self.take(size, "the architecture's name")
         raw = bytes(self.view[start : self.at])
         if not raw or not all(0x20 < byte < 0x7F for byte in raw):
-            _refuse(self.name, "Header", f"{raw[:32]!r} is no architecture's name")
+            _refuse(self.name, CheckName.HEADER, f"{raw[:32]!r} is no architecture's name")
         return raw.decode("ascii")
 
     def body(self, *, whole_context: bool) -> tuple[memoryview, KvState]:
-        """The rest of the file, parsed to its last byte. Older builds wrote logits and embeddings first."""
+        """The rest of the file, parsed to its last byte. Older builds wrote logits and embeddings before the memory."""
         start = self.at
         body = self.view[start:]
         try:
@@ -226,16 +224,16 @@ class _Reader:
         except Unsupported as error:
             if not whole_context:
                 raise
-            reason = error  # of the layout without outputs, which is the likelier one
+            likelier = error  # of the layout without outputs
         try:
             self.outputs()
             behind = self.view[self.at :]
             return behind, kv_state.parse_body(behind, whole_context=True)
         except LlamaCkptError:
-            raise Unsupported(**reason.values) from None
+            raise Unsupported(**likelier.values) from None
 
     def outputs(self) -> None:
-        """Steps over the outputs that llama.cpp once wrote before the memory: ids, logits, embeddings."""
+        """Steps over the outputs that older llama.cpp builds wrote before the memory: ids, logits, embeddings."""
         n_outputs = self.u32("the number of outputs")
         self.take(4 * n_outputs, "the outputs' ids")
         for what in ("logits", "embeddings"):
@@ -252,19 +250,21 @@ def encode_ggsq(
     packed: bool = False,
     rotation: kv_edit.Rotation | None = None,
 ) -> tuple[bytes, memoryview]:
-    """A ggsq file of that version, as two pieces to be written one after the other: head and body.
+    """A ggsq file of that version in two pieces, to be written one after the other: head and body.
 
-    llama-server reads plain and packed token lists alike and writes packed ones; `n_stream` is its number of slots (-np)
-    unless they share one cache, and stays as it is where not given. `rotation` is how K and V are rotated where a quantised
-    state does not say.
+    llama-server reads both plain and packed token lists, and writes packed ones. `n_stream` is its number of slots (-np)
+    unless they share one cache; None keeps the state's number of streams. `rotation` is the rotation of K and V, for a
+    quantised state that does not contain it.
 
     Raises:
-        BadInput: a version that is not known, or token ids that are not one for each cell.
-        Incompatible, Unsupported: the state cannot be said in that version's dialect, see `kv_edit.to_dialect`.
+        BadInput: an unknown version, or the number of token ids is not the number of cells.
+        Incompatible, Unsupported: the version's dialect cannot express the state, see `kv_edit.to_dialect`.
     """
-    translated = _translated(GGSQ, version, token_ids, state, n_stream, rotation)
+    target = _dialect_of(FileFormat.GGSQ, version, token_ids, state, n_stream)
+    # The rotation words are written as the state is; an engine that rotates otherwise refuses the file.
+    translated = kv_edit.to_dialect(state, target, rotation=rotation, now=rotation)
     ids = _packed(token_ids) if packed else token_ids.astype("<i4").tobytes()
-    head = MAGICS[GGSQ] + struct.pack("<II", version, len(ids) // 4) + ids
+    head = MAGICS[FileFormat.GGSQ] + struct.pack("<II", version, len(ids) // 4) + ids
     return head, translated[kv_state.PREFIX_BYTES :]
 
 
@@ -278,25 +278,32 @@ def encode_ggsn(
     rotation: kv_edit.Rotation | None = None,
     for_llama_cli: bool = True,
 ) -> tuple[bytes, memoryview]:
-    """A ggsn file of that version of a context that holds this one sequence as its sequence 0, in two pieces.
+    """A ggsn file of that version, in two pieces: a context whose sequence 0 is this one, and which has no other.
 
-    llama-cli (--prompt-cache) evaluates the last listed token itself, and ends with an error when that has its cell already:
-    `for_llama_cli` leaves the last cell out. `architecture` is the model's, as its GGUF says in general.architecture.
-    Otherwise as `encode_ggsq`.
+    llama-cli (--prompt-cache) evaluates the last listed token itself and fails if that token has a cell: `for_llama_cli`
+    leaves the last cell out. `architecture` is the value of general.architecture in the model's GGUF. All else as in
+    `encode_ggsq`.
 
     Raises:
-        BadInput, Incompatible, Unsupported: as `encode_ggsq`; or the architecture is no name.
+        BadInput, Incompatible, Unsupported: as `encode_ggsq`; or the architecture is empty, too long or not ASCII.
     """
-    if not architecture or len(architecture) > _MAX_NAME or not architecture.isascii():
+    if not architecture or len(architecture) > _MAX_NAME_BYTES or not architecture.isascii():
         raise BadInput(what="architecture", value=architecture, reason="it is no name of one")
-    translated = _translated(GGSN, version, token_ids, state, n_stream, rotation)
+    target = _dialect_of(FileFormat.GGSN, version, token_ids, state, n_stream)
+    translated = kv_edit.to_dialect(state, target, rotation=rotation, now=rotation)
     if for_llama_cli:
         if len(token_ids) < 2:
             raise BadInput(what="token ids", value=len(token_ids), reason="llama-cli's prompt cache needs two tokens")
-        translated = kv_edit.cut(translated, len(token_ids) - 1)
+        translated = kv_edit.truncate(translated, len(token_ids) - 1)
     ids = token_ids.astype("<i4").tobytes()
     name = architecture.encode()
-    head = MAGICS[GGSN] + struct.pack("<II", version, len(token_ids)) + ids + struct.pack("<I", len(name)) + name
+    head = (
+        MAGICS[FileFormat.GGSN]
+        + struct.pack("<II", version, len(token_ids))
+        + ids
+        + struct.pack("<I", len(name))
+        + name
+    )
     return head, translated[kv_state.PREFIX_BYTES :]
 
 
@@ -305,15 +312,10 @@ def _packed(token_ids: TokenIds) -> bytes:
     return head + token_ids.astype("<i4").tobytes() + struct.pack("<I", 0)
 
 
-def _translated(
-    kind: str,
-    version: int,
-    token_ids: TokenIds,
-    state: memoryview,
-    n_stream: int | None,
-    rotation: kv_edit.Rotation | None,
-) -> memoryview:
-    """The state in the dialect of a version, with sequence id 0."""
+def _dialect_of(
+    kind: FileFormat, version: int, token_ids: TokenIds, state: memoryview, n_stream: int | None
+) -> Dialect:
+    """The dialect in which a state is written to a file of that version, after state and token ids were checked."""
     if version not in VERSIONS[kind]:
         known = ", ".join(map(str, VERSIONS[kind]))
         raise BadInput(what=f"{kind} version", value=version, reason=f"known are {known}")
@@ -326,6 +328,4 @@ def _translated(
         reason = f"each cell has {parsed.cell_extension} bytes more, which {kind} version {version} has not"
         raise Unsupported(what="writing this state", reason=reason)
     streams = max(parsed.n_stream, 1) if n_stream is None else n_stream
-    dialect = Dialect(streams, VERSIONS[kind][version], parsed.cell_extension)
-    # The words tell the truth of the state; an engine that rotates otherwise refuses them.
-    return kv_edit.to_dialect(state, dialect, rotation=rotation, now=rotation)
+    return Dialect(streams, VERSIONS[kind][version], parsed.cell_extension)

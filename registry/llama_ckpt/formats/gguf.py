@@ -1,6 +1,7 @@
-"""What a model file (GGUF) says of itself, as far as it is asked for here: its architecture's name. Pure.
+"""The architecture's name from the header of a model file (GGUF). Pure.
 
-Learnt from ggml's docs/gguf.md: magic, u32 version, u64 tensors, u64 pairs; a pair is a string, a u32 type and a value.
+Source: ggml's docs/gguf.md. A file is: magic, u32 version, u64 number of tensors, u64 number of pairs, the pairs. A pair is a
+string, a u32 type and a value.
 """
 
 from __future__ import annotations
@@ -8,18 +9,19 @@ from __future__ import annotations
 import struct
 
 from llama_ckpt.errors import CorruptFile
+from llama_ckpt.values import CheckName
 
 _MAGIC = b"GGUF"
 _ARCHITECTURE = b"general.architecture"
 _STRING, _ARRAY = 8, 9
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
 def architecture(view: memoryview, name: str) -> str:
-    """The model's architecture ("llama"), which files of a whole context name.
+    """The model's architecture, such as "llama". A ggsn file contains it.
 
     Raises:
-        CorruptFile: it is no GGUF, of a version before 2, ends too early, or names no architecture.
+        CorruptFile: the file is no GGUF, has a version before 2, is truncated, or names no architecture.
     """
     try:
         if bytes(view[:4]) != _MAGIC:
@@ -35,8 +37,8 @@ def architecture(view: memoryview, name: str) -> str:
                 return _text(view, at + 4)[0].decode("ascii")
             at = _behind(view, at + 4, kind)
     except (struct.error, ValueError, OverflowError, RecursionError) as error:
-        raise CorruptFile(path=name, check="GGUF", reason=str(error)) from error
-    raise CorruptFile(path=name, check="GGUF", reason="it names no architecture")
+        raise CorruptFile(path=name, check=CheckName.GGUF, reason=str(error)) from error
+    raise CorruptFile(path=name, check=CheckName.GGUF, reason="it names no architecture")
 
 
 def _text(view: memoryview, at: int) -> tuple[bytes, int]:
@@ -48,7 +50,7 @@ def _text(view: memoryview, at: int) -> tuple[bytes, int]:
 
 
 def _behind(view: memoryview, at: int, kind: int) -> int:
-    """The byte behind a value of a type."""
+    """The offset of the byte behind a value of type `kind` at byte `at`."""
     if kind == _STRING:
         return _text(view, at)[1]
     if kind != _ARRAY:
@@ -63,6 +65,6 @@ def _behind(view: memoryview, at: int, kind: int) -> int:
 
 
 def _size(kind: int) -> int:
-    if kind not in _SIZES:
+    if kind not in _VALUE_BYTES:
         raise ValueError(f"a value of type {kind}, which GGUF has not")
-    return _SIZES[kind]
+    return _VALUE_BYTES[kind]

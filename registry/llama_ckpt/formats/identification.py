@@ -1,4 +1,4 @@
-"""What is this file? One entry point for every format, and for what people mistake for one. Pure."""
+"""What a file is: one entry point for every format, and for files that are mistaken for checkpoints. Pure."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llama_ckpt.errors import CorruptFile, LlamaCkptError, Unsupported
+from llama_ckpt.errors import CorruptFile, LlamaCkptError, Unsupported, without_frames
 from llama_ckpt.formats import container, engine_files, legacy
-from llama_ckpt.formats.checkpoint import open_checkpoint
+from llama_ckpt.formats.checkpoint import CheckpointFile, open_checkpoint
+from llama_ckpt.formats.engine_files import EngineFile
 from llama_ckpt.formats.kv import state as kv_state
 from llama_ckpt.formats.kv.layout import KvState, Positions
+from llama_ckpt.formats.magic import FileFormat
 
 _ENGINE_FORMATS = {
-    engine_files.GGSQ: "llama.cpp's state of one sequence (llama-server slot, llama_state_seq_save_file)",
-    engine_files.GGSN: "llama.cpp's state of a whole context (llama-cli prompt cache, llama_state_save_file)",
+    FileFormat.GGSQ: "llama.cpp's state of one sequence (llama-server slot, llama_state_seq_save_file)",
+    FileFormat.GGSN: "llama.cpp's state of a whole context (llama-cli prompt cache, llama_state_save_file)",
 }
 _STATE = "a sequence's state without a file's head (llama_state_seq_get_data)"
-_NO_CUT = "it cannot be cut at a token"
-# What is no checkpoint but lies in the same folders. A pickle is named and not touched.
-_STRANGERS = {
+_NOT_SLICEABLE = "it cannot be cut at a token"
+# Files that are no checkpoints and are often stored beside them. A pickle is named and never opened.
+_OTHER_MAGICS = {
     b"GGUF": "a GGUF model file",
     b"algg": "a ggla file (LoRA adapter of llama.cpp until 2024)",
     b"lmgg": "a ggml model file of before GGUF",
@@ -38,14 +40,13 @@ _STRANGERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identified:
-    """Everything that can be told of a file without an engine. Fields that a format has not, or damage hides, are None.
+    """Everything that a file says without an engine. A field is None if the format does not have it or damage hides it.
 
-    `format` is "LLAM", "ggsq", "ggsn", "state" or "unknown". `whole` says that every byte was read and found where it has
-    to be. `why_not` tells why the file cannot be restored, and is None exactly where `restorable` holds; `notes` are true
-    of the file and do not stand against it.
+    `whole` says that every byte was read and is where it has to be. `why_not` is the reason why the file cannot be restored;
+    it is None exactly if `restorable` is set. `notes` are remarks that do not prevent a restore.
     """
 
-    format: str
+    format: FileFormat
     what: str
     n_bytes: int
     version: int | None = None
@@ -70,40 +71,69 @@ class Identified:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedFile:
+    """A file that was read once: what it is, and its verified content.
+
+    `content` is a `CheckpointFile` for LLAM, an `EngineFile` for ggsq and ggsn, and a `KvState` for a bare state. It is None
+    for a damaged file, for LLAM version 1 and for unknown formats. `damage` is the error of the check that failed.
+    `content` is made of views into the caller's buffer: release it before the buffer is closed.
+    """
+
+    identified: Identified
+    content: CheckpointFile | EngineFile | KvState | None = None
+    damage: CorruptFile | None = None
+
+
 def identify(view: memoryview, name: str) -> Identified:
     """What a file is: format, version, byte order, padding, counts, dialect, and whether it can be restored.
 
-    Never raises for what is in the file: damage is told in `why_not`. `name` is how messages call the file.
+    Reads every byte of a format that has a checksum. Never raises for the content of the file: `why_not` reports damage.
+    `name` is the file's name in messages.
     """
+    return open_file(view, name).identified
+
+
+def open_file(view: memoryview, name: str) -> OpenedFile:
+    """As `identify`, with the verified content, so that a caller who needs both reads the file once."""
     try:
-        return (
-            _legacy(view, name)
-            or _checkpoint(view, name)
-            or _engine_file(view, name)
-            or _bare_state(view)
-            or _stranger(view)
+        legacy_file = legacy.read(view, name)
+    except CorruptFile as error:
+        identified = Identified(
+            format=FileFormat.LLAM, what="LLAM, damaged", n_bytes=len(view), why_not=_explain(error)
         )
-    except CorruptFile as error:  # only legacy.read lets one out
-        what = "LLAM, damaged"
-        return Identified(format="LLAM", what=what, n_bytes=len(view), why_not=_told(error))
+        return OpenedFile(identified=identified, damage=_without_frames(error))
+    if legacy_file is not None:
+        return OpenedFile(identified=_identify_legacy(view, legacy_file))
+    return (
+        _open_checkpoint(view, name)
+        or _open_engine_file(view, name)
+        or _open_bare_state(view)
+        or OpenedFile(identified=_identify_other(view))
+    )
 
 
-def _told(error: LlamaCkptError) -> str:
-    if isinstance(error, CorruptFile):
-        return f"{error.values['check']}: {error.values['reason']}"
-    return str(error)
+def _without_frames(error: CorruptFile) -> CorruptFile:
+    without_frames(error)  # its traceback would keep the caller's buffer alive
+    return error
 
 
-def _with_state(found: Identified, state: KvState) -> Identified:
+def _explain(error: LlamaCkptError) -> str:
+    """The message of an error without the file's name."""
+    return f"{error.check}: {error.reason}" if isinstance(error, CorruptFile) else str(error)
+
+
+def _with_state(identified: Identified, state: KvState) -> Identified:
+    """Adds the fields that the parsed state gives."""
     why_not = kv_state.not_sliceable(state)
-    notes = list(found.notes)
+    notes = list(identified.notes)
     if state.recurrent:
-        n_with = len(state.recurrent.rows) // 2
-        notes.append(f"recurrent memory in {n_with} of {state.recurrent.n_layer} layers")
+        n_layers_with_rows = len(state.recurrent.rows) // 2
+        notes.append(f"recurrent memory in {n_layers_with_rows} of {state.recurrent.n_layer} layers")
     if why_not:
-        notes.append(f"{_NO_CUT}: {why_not}")
+        notes.append(f"{_NOT_SLICEABLE}: {why_not}")
     return replace(
-        found,
+        identified,
         n_cells=state.n_cells,
         n_layer=state.n_layer,
         n_layer_v=sum(len(cache.streams[0].v) for cache in state.caches if cache.streams),
@@ -118,49 +148,46 @@ def _with_state(found: Identified, state: KvState) -> Identified:
     )
 
 
-def _legacy(view: memoryview, name: str) -> Identified | None:
-    found = legacy.read(view, name)
-    if found is None:
-        return None
-    notes = () if found.magic_order == found.version_order else ("magic and version are in different byte orders",)
+def _identify_legacy(view: memoryview, file: legacy.LegacyFile) -> Identified:
+    notes = () if file.magic_order == file.version_order else ("magic and version are in different byte orders",)
     return Identified(
-        format="LLAM",
+        format=FileFormat.LLAM,
         what="a LLAM checkpoint of version 1",
         n_bytes=len(view),
         version=legacy.VERSION,
-        byte_order=found.version_order,
-        padding=found.padding,
+        byte_order=file.version_order,
+        padding=file.padding,
         why_not=legacy.WHY_NEVER,
         notes=notes,
     )
 
 
-def _checkpoint(view: memoryview, name: str) -> Identified | None:
+def _open_checkpoint(view: memoryview, name: str) -> OpenedFile | None:
     padding = container.padding_of(view)
     if padding is None:
         return None
-    found = Identified(
-        format="LLAM", what="a llama-ckpt checkpoint", n_bytes=len(view), byte_order="little", padding=padding
+    identified = Identified(
+        format=FileFormat.LLAM, what="a llama-ckpt checkpoint", n_bytes=len(view), byte_order="little", padding=padding
     )
     if len(view) - padding >= container.HEADER_SIZE:
         header = container.unpack_header(view, padding)
-        found = replace(found, version=header.version)
+        identified = replace(identified, version=header.version)
         if header.version == container.VERSION:
-            found = replace(found, n_tokens=header.n_file_tokens, n_layer=header.n_layer)
+            identified = replace(identified, n_tokens=header.n_file_tokens, n_layer=header.n_layer)
     try:
         file = open_checkpoint(view, name)
     except CorruptFile as error:
-        return replace(found, why_not=_told(error))
-    return replace(_with_state(found, file.state), restorable=True)
+        return OpenedFile(identified=replace(identified, why_not=_explain(error)), damage=_without_frames(error))
+    return OpenedFile(identified=replace(_with_state(identified, file.state), restorable=True), content=file)
 
 
-def _engine_file(view: memoryview, name: str) -> Identified | None:
+def _open_engine_file(view: memoryview, name: str) -> OpenedFile | None:
     magic = engine_files.find_magic(view)
     if magic is None:
         return None
     kind, padding = magic
     version = bytes(view[padding + 4 : padding + 8])
-    found = Identified(
+    identified = Identified(
         format=kind,
         what=_ENGINE_FORMATS[kind],
         n_bytes=len(view),
@@ -171,50 +198,56 @@ def _engine_file(view: memoryview, name: str) -> Identified | None:
     try:
         file = engine_files.read(view, name)
     except CorruptFile as error:
-        return replace(found, why_not=_told(error))
-    where: list[Positions] = []
+        return OpenedFile(identified=replace(identified, why_not=_explain(error)), damage=_without_frames(error))
+    return OpenedFile(identified=_identify_engine_file(identified, file), content=file)
+
+
+def _identify_engine_file(identified: Identified, file: EngineFile) -> Identified:
+    positions: list[Positions] = []
     why_not = _why_never(file)
     if why_not is None:
         try:
-            where = engine_files.positions(file)
-            why_not = _why_positions_do_not_fit(file, where)
+            positions = engine_files.positions(file)
+            why_not = _why_positions_do_not_fit(file, positions)
         except Unsupported as error:
-            why_not = str(error.values["reason"])
-    found = replace(
-        found,
+            why_not = error.reason
+    identified = replace(
+        identified,
         n_tokens=len(file.token_ids),
         n_media=file.n_media,
         packed=file.packed,
         architecture=file.architecture,
-        notes=_notes(file, where if why_not is None else []),
+        notes=_notes(file, positions if why_not is None else []),
     )
-    found = replace(_with_state(found, file.state), restorable=why_not is None, why_not=why_not)
-    return _of_sequence_0(found, file, where) if file.whole_context and found.restorable else found
+    identified = replace(_with_state(identified, file.state), restorable=why_not is None, why_not=why_not)
+    if file.whole_context and identified.restorable:
+        return _with_sequence_0(identified, file, positions)
+    return identified
 
 
-def _notes(file: engine_files.EngineFile, where: list[Positions]) -> tuple[str, ...]:
+def _notes(file: EngineFile, positions: list[Positions]) -> tuple[str, ...]:
     notes = []
     if not file.known:
         notes.append(
             f"{file.format} version {file.version} is not known here; its body is of a known layout to the last byte"
         )
-    if where and engine_files.n_held(file, where) < len(file.token_ids):
+    if positions and engine_files.n_held(file, positions) < len(file.token_ids):
         notes.append("its last token has no cell yet: llama-cli saves before it evaluates that one")
     return tuple(notes)
 
 
-def _of_sequence_0(found: Identified, file: engine_files.EngineFile, of_caches: list[Positions]) -> Identified:
-    """What can be said of a whole context's sequence 0, where that is not the same as of the context."""
-    others = file.state.caches[0].n_cells - len(of_caches[0])
-    notes = [f"{others} cells more belong to other sequences"] if others else []
-    if any(len(positions) != len(of_caches[0]) for positions in of_caches):
-        return replace(found, notes=(*found.notes, *notes))
-    notes = [note for note in found.notes if not note.startswith(_NO_CUT)] + notes
-    return replace(found, sliceable=True, n_cells=len(of_caches[0]), notes=tuple(notes))
+def _with_sequence_0(identified: Identified, file: EngineFile, positions: list[Positions]) -> Identified:
+    """Corrects the fields in which sequence 0 of a whole context differs from the context. `positions` has one entry a cache."""
+    n_other_cells = file.state.caches[0].n_cells - len(positions[0])
+    notes = [f"{n_other_cells} cells more belong to other sequences"] if n_other_cells else []
+    if any(len(of_cache) != len(positions[0]) for of_cache in positions):
+        return replace(identified, notes=(*identified.notes, *notes))
+    notes = [note for note in identified.notes if not note.startswith(_NOT_SLICEABLE)] + notes
+    return replace(identified, sliceable=True, n_cells=len(positions[0]), notes=tuple(notes))
 
 
-def _why_never(file: engine_files.EngineFile) -> str | None:
-    """Why an engine file whose bytes are in order cannot be restored all the same, wherever its cells are."""
+def _why_never(file: EngineFile) -> str | None:
+    """Why an engine file cannot be restored although its bytes are valid, wherever its cells are."""
     if file.n_media:
         return f"it has {file.n_media} media: {engine_files.MEDIA_REASON}"
     if len(file.token_ids) == 0:
@@ -226,40 +259,40 @@ def _why_never(file: engine_files.EngineFile) -> str | None:
     return None
 
 
-def _why_positions_do_not_fit(file: engine_files.EngineFile, where: list[Positions]) -> str | None:
-    """Whether there is a cell for each token: of a whole context in sequence 0, which is the one that the tokens are of."""
-    n_tokens, n_held = len(file.token_ids), engine_files.n_held(file, where)
-    last_positions = [int(positions.max(initial=-1)) for positions in where]
+def _why_positions_do_not_fit(file: EngineFile, positions: list[Positions]) -> str | None:
+    """Which cells do not match the tokens. The tokens of a whole context are those of its sequence 0."""
+    n_tokens, n_held = len(file.token_ids), engine_files.n_held(file, positions)
+    last_positions = [int(of_cache.max(initial=-1)) for of_cache in positions]
     if n_held not in (n_tokens, n_tokens - 1) or n_held == 0:
         return f"it has {n_held} cells for {n_tokens} tokens"
     if any(last != n_held - 1 for last in last_positions):
         return f"its memory ends at positions {last_positions}, its tokens are {n_tokens}"
-    if file.state.caches and not np.array_equal(np.sort(where[0]), np.arange(n_held, dtype=np.int32)):
+    if file.state.caches and not np.array_equal(np.sort(positions[0]), np.arange(n_held, dtype=np.int32)):
         return f"its positions are not 0 to {n_held - 1}, once each"
     return None
 
 
-def _bare_state(view: memoryview) -> Identified | None:
+def _open_bare_state(view: memoryview) -> OpenedFile | None:
     if bytes(view[:4]) != kv_state.prefix()[:4]:
         return None
-    found = Identified(format="state", what=_STATE, n_bytes=len(view), byte_order="little")
+    identified = Identified(format=FileFormat.STATE, what=_STATE, n_bytes=len(view), byte_order="little")
     try:
         state = kv_state.parse(view)
     except Unsupported as error:
-        return replace(found, why_not=str(error))
+        return OpenedFile(identified=replace(identified, why_not=str(error)))
     reason = "it does not say which tokens it is of"
-    return replace(_with_state(found, state), why_not=reason)
+    return OpenedFile(identified=replace(_with_state(identified, state), why_not=reason), content=state)
 
 
-def _stranger(view: memoryview) -> Identified:
-    found = Identified(format="unknown", what="no checkpoint format known here", n_bytes=len(view))
+def _identify_other(view: memoryview) -> Identified:
+    identified = Identified(format=FileFormat.UNKNOWN, what="no checkpoint format known here", n_bytes=len(view))
     if len(view) == 0:
-        return replace(found, what="an empty file", why_not="the file is empty")
+        return replace(identified, what="an empty file", why_not="the file is empty")
     start = bytes(view[:16])
-    for magic, what in _STRANGERS.items():
+    for magic, what in _OTHER_MAGICS.items():
         if start.startswith(magic):
-            return replace(found, what=what, why_not=f"it is {what}, no checkpoint")
+            return replace(identified, what=what, why_not=f"it is {what}, no checkpoint")
     if not any(start):
         what = "a file that begins with zeros, more than the 8 that may stand before a magic"
-        return replace(found, what=what, why_not=f"the file begins with {start.hex(' ')}")
-    return replace(found, why_not=f"the file begins with {start.hex(' ')}, which no format known here does")
+        return replace(identified, what=what, why_not=f"the file begins with {start.hex(' ')}")
+    return replace(identified, why_not=f"the file begins with {start.hex(' ')}, which no format known here does")

@@ -1,9 +1,8 @@
-"""`LLAM` version 1: what can be known of it. Pure.
+"""`LLAM` version 1: recognised and never restored. Pure.
 
-Files of that name and version were written by tools before this one, some with the magic's bytes turned ("MALL") and some
-with a version in the other byte order. Nothing but magic and version is known of the layout behind them: no field says whose
-weights, which tokens or where the payload ends, so there is nothing that a reader could hold the bytes to. They are told
-apart from all else, and never restored.
+Tools that are older than this program wrote files with that name and version, some with the bytes of the magic reversed
+("MALL") and some with the version in the other byte order. Only magic and version are known of their layout. No field says
+which weights or tokens the bytes belong to or where the payload ends, so a reader has nothing to verify them against.
 """
 
 from __future__ import annotations
@@ -11,11 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llama_ckpt.errors import CorruptFile
-from llama_ckpt.formats.container import MAX_PADDING
+from llama_ckpt.formats.container import MAGIC
+from llama_ckpt.formats.magic import MAGIC_BYTES, padded_magic
+from llama_ckpt.values import CheckName
 
-MAGICS = {b"LLAM": "little", b"MALL": "big"}
+MAGICS = {MAGIC: "little", MAGIC[::-1]: "big"}
 VERSION = 1
-_HEAD = 8
+_VERSION_BYTES = 4
+_BYTE_ORDERS = {VERSION.to_bytes(_VERSION_BYTES, "little"): "little", VERSION.to_bytes(_VERSION_BYTES, "big"): "big"}
 
 WHY_NEVER = (
     "LLAM version 1 says neither of which weights nor of which tokens its bytes are, and has no checksum: "
@@ -25,7 +27,7 @@ WHY_NEVER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegacyFile:
-    """A LLAM version 1 file: "little" or "big" for the order of the magic's and of the version's bytes."""
+    """A LLAM version 1 file. The orders are "little" or "big": that of the magic's bytes and that of the version's."""
 
     padding: int
     magic_order: str
@@ -34,24 +36,25 @@ class LegacyFile:
 
 
 def read(view: memoryview, name: str) -> LegacyFile | None:
-    """What is known of a LLAM version 1 file; None for what is not one (other magic, or another version).
+    """What is known of a LLAM version 1 file; None for a file with another magic or another version.
 
     Raises:
-        CorruptFile: the magic in turned order with another version than 1, or nothing behind the head.
+        CorruptFile: the magic is reversed and the version is not 1, or nothing follows the version.
     """
-    start = bytes(view[: MAX_PADDING + _HEAD])
-    padding = len(start) - len(start.lstrip(b"\0"))
-    magic = start[padding : padding + 4]
-    if magic not in MAGICS or padding > MAX_PADDING:
+    start = padded_magic(view, MAGICS)
+    if start is None:
         return None
-    raw = start[padding + 4 : padding + _HEAD]
-    order = {VERSION.to_bytes(4, "little"): "little", VERSION.to_bytes(4, "big"): "big"}.get(raw)
+    magic, padding = start
+    version_at = padding + MAGIC_BYTES
+    raw = bytes(view[version_at : version_at + _VERSION_BYTES])
+    order = _BYTE_ORDERS.get(raw)
     if order is None:
-        if magic == b"LLAM":  # version 2 or later, or damage: container.py says which
+        if magic == MAGIC:  # version 2 or later, or damage: container.py says which
             return None
         reason = f"magic MALL with version bytes {raw.hex(' ')}: only version 1 was written so"
-        raise CorruptFile(path=name, check="Header", reason=reason)
-    behind = len(view) - padding - _HEAD
+        raise CorruptFile(path=name, check=CheckName.HEADER, reason=reason)
+    behind = len(view) - version_at - _VERSION_BYTES
     if behind == 0:
-        raise CorruptFile(path=name, check="Header", reason="LLAM version 1 with nothing behind magic and version")
+        reason = "LLAM version 1 with nothing behind magic and version"
+        raise CorruptFile(path=name, check=CheckName.HEADER, reason=reason)
     return LegacyFile(padding=padding, magic_order=MAGICS[magic], version_order=order, n_bytes_behind=behind)

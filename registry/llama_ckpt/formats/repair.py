@@ -1,16 +1,16 @@
-"""What is wrong with a file, and the bytes that are right: padding, header fields, CRCs. Pure.
+"""What is wrong with a file, and its corrected bytes: padding, header fields, CRCs. Pure.
 
-A CRC that does not fit speaks against the bytes that it covers, not for another CRC. So nothing is put right but what the
+A CRC mismatch means that the covered bytes are suspect; it does not mean that the CRC is wrong. Repair changes only what the
 rest of the file proves:
 
-- What the header says of the payload (`seq_len`, layers, offset, size, …) is read from the payload itself, which has to be
-  a state to its last byte.
-- The header's CRC is the witness. Where it fits the header that is put right, every field is proven, the CRCs of the other
-  parts among them: 1 in 2**32 would fit by chance.
-- Without that witness, payload and token ids whose CRC does not fit may have changed. Only a person can know that they have
-  not, and has to say so; numbers that are none (NaN, infinite) stand against it even then.
+- What the header says about the payload (`seq_len`, layers, offset, size, …) is read from the payload itself, which must
+  parse as a state to its last byte.
+- The header's CRC is the witness. If it matches the corrected header, every field is proven, including the CRCs of the other
+  parts: the chance of a false match is 1 in 2**32.
+- Without that witness, a payload or token ids whose CRC does not match may have changed. Only the user can know that they did
+  not, and has to say so. Values that are not finite (NaN, infinite) are refused even then.
 
-docs/formats.md tells it for people, field by field.
+docs/formats.md has the same for users, field by field.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from llama_ckpt.formats.container import HEADER_SIZE, MAX_METADATA, PAGE, Conten
 from llama_ckpt.formats.identification import identify
 from llama_ckpt.formats.kv import state as kv_state
 from llama_ckpt.formats.kv import values as kv_values
+from llama_ckpt.formats.magic import FileFormat
+from llama_ckpt.values import CheckName
 
-_MAX_PLACES = 16  # pages looked at that begin like a state
+_MAX_PAYLOAD_PAGES = 16  # pages that start like a state and are tried as the payload's first page
 _FROM_PAYLOAD = (
     "version",
     "flags",
@@ -46,25 +48,27 @@ _UNPROVEN = "input hash, time and KV heads are left as they stand: nothing else 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Repair:
-    """What was wrong with a file, one sentence each, and its right bytes: parts to be written one after the other.
+class FileRepair:
+    """What is wrong with a file, one sentence each, and its corrected bytes in parts, to be written one after the other.
 
-    A part is a view into the caller's buffer or a head of a few pages; no payload is copied. Without `faults` the file is whole,
-    and the parts are the file.
+    A part is a view into the caller's buffer or a head of a few pages; the payload is not copied. If `faults` is empty, the
+    file is valid and the parts are its bytes.
     """
 
     faults: tuple[str, ...]
     parts: tuple[memoryview, ...]
 
 
-def plan_repair(view: memoryview, name: str, *, trust_payload: bool = False, trust_tokens: bool = False) -> Repair:
-    """How a file is put right. Reads it twice at most, copies nothing of its payload.
+def plan_file_repair(
+    view: memoryview, name: str, *, trust_payload: bool = False, trust_tokens: bool = False
+) -> FileRepair:
+    """The repair of a file of any format. Reads the file at most twice and copies nothing of its payload.
 
-    `trust_payload` and `trust_tokens` say, for the payload and for metadata and token ids, that the bytes are right and their
-    CRC is not, where the file proves neither.
+    If the file proves neither, `trust_payload` assumes that the payload is valid and its CRC is wrong; `trust_tokens` assumes
+    the same of metadata and token ids.
 
     Raises:
-        CorruptFile: it cannot be put right, and why. Its check is "Repair".
+        CorruptFile: the file cannot be repaired. Its check is `REPAIR`.
     """
     if legacy.read(view, name) is not None:
         _refuse(name, legacy.WHY_NEVER)
@@ -78,32 +82,35 @@ def plan_repair(view: memoryview, name: str, *, trust_payload: bool = False, tru
     try:
         checkpoint.open_checkpoint(view, name)
     except CorruptFile:
-        head, payload, found = _Mend(file, name, trust_payload, trust_tokens).parts()
-        return Repair(faults=(*faults, *found), parts=(memoryview(head), payload))
-    return Repair(faults=tuple(faults), parts=(file,))
+        damaged = _DamagedCheckpoint(file, name, trust_payload=trust_payload, trust_tokens=trust_tokens)
+        head, payload, more_faults = damaged.corrected()
+        return FileRepair(faults=(*faults, *more_faults), parts=(memoryview(head), payload))
+    return FileRepair(faults=tuple(faults), parts=(file,))
 
 
 def _refuse(name: str, reason: str) -> NoReturn:
-    raise CorruptFile(path=name, check="Repair", reason=reason)
+    raise CorruptFile(path=name, check=CheckName.REPAIR, reason=reason)
 
 
 def _padded(padding: int) -> str:
     return f"{padding} zero bytes before the magic: taken off"
 
 
-def _engine_file(view: memoryview, name: str, kind: str, padding: int) -> Repair:
+def _engine_file(view: memoryview, name: str, kind: FileFormat, padding: int) -> FileRepair:
     try:
         engine_files.read(view, name)
     except CorruptFile as error:
-        reason = f"{error.values['check']}: {error.values['reason']}"
-        _refuse(name, f"{reason}. {kind} has no checksum and says nothing twice: there is nothing to put it right by")
-    return Repair(faults=(_padded(padding),) if padding else (), parts=(view[padding:],))
+        _refuse(
+            name,
+            f"{error.check}: {error.reason}. {kind} has no checksum and says nothing twice: there is nothing to put it right by",
+        )
+    return FileRepair(faults=(_padded(padding),) if padding else (), parts=(view[padding:],))
 
 
-class _Mend:
-    """One damaged checkpoint file, from its magic on."""
+class _DamagedCheckpoint:
+    """One damaged LLAM file, from its magic on. `said` is its header, unchecked."""
 
-    def __init__(self, file: memoryview, name: str, trust_payload: bool, trust_tokens: bool) -> None:
+    def __init__(self, file: memoryview, name: str, *, trust_payload: bool, trust_tokens: bool) -> None:
         self.file = file
         self.name = name
         self.trust_payload = trust_payload
@@ -112,8 +119,8 @@ class _Mend:
             _refuse(name, f"the file ends inside the header, after {len(file)} bytes")
         self.said = container.unpack_header(file, 0)
 
-    def parts(self) -> tuple[bytes, memoryview, list[str]]:
-        """The right head, the payload, and what was wrong."""
+    def corrected(self) -> tuple[bytes, memoryview, list[str]]:
+        """The corrected head, the payload, and the faults."""
         contents, head_bytes = self.contents()
         right, said = contents.header, self.said
         witnessed = right.header_crc32 == said.header_crc32
@@ -140,7 +147,7 @@ class _Mend:
         return head, contents.payload, faults
 
     def contents(self) -> tuple[Contents, memoryview]:
-        """What the file's parts say of one another, the header that agrees with them, and metadata and ids as bytes."""
+        """The file's parts under the header that agrees with them; and metadata and token ids as bytes."""
         start, end, state = self.payload()
         if why := kv_state.not_sliceable(state):
             _refuse(self.name, f"the payload's structure does not prove whole: {why}")
@@ -167,29 +174,29 @@ class _Mend:
         return self.agreeing(right, metadata, token_ids, payload), head_bytes
 
     def payload(self) -> tuple[int, int, kv_state.KvState]:
-        """Where the state begins and ends: where the header says, else where its bytes do."""
-        told = self.said.payload_offset
+        """Offsets of the state's first byte and of its end: as the header says, else as the bytes show; and the parsed state."""
+        stored = self.said.payload_offset
         reason = ""
-        for start in islice((told, *_pages_like_a_state(self.file, told)), _MAX_PLACES):
+        for start in islice((stored, *_pages_like_a_state(self.file, stored)), _MAX_PAYLOAD_PAGES):
             if not HEADER_SIZE < start < len(self.file) or start % PAGE:
                 continue
-            for end in dict.fromkeys((len(self.file), told + self.said.payload_size)):
+            for end in dict.fromkeys((len(self.file), stored + self.said.payload_size)):
                 if start < end <= len(self.file):
                     try:
                         return start, end, kv_state.parse(self.file[start:end])
                     except Unsupported as error:
-                        reason = reason or str(error.values["reason"])
+                        reason = reason or error.reason
         _refuse(self.name, f"the payload's structure does not prove whole: {reason or 'no page begins like a state'}")
 
     def metadata(self, n_tokens: int, payload_offset: int) -> tuple[int, dict[str, Any]]:
-        """The metadata and its size: what leaves room for the token ids, and best what the CRC is of."""
+        """The metadata and its size in bytes: a reading that leaves room for the token ids; best, one that matches the CRC."""
         readings = []
         for size in dict.fromkeys((_json_size(self.file), self.said.metadata_size)):
             end = HEADER_SIZE + size + 4 * n_tokens
             value = _json_object(self.file[HEADER_SIZE : HEADER_SIZE + size]) if size <= MAX_METADATA else None
             if value is not None and container.align_up(end) == payload_offset:
-                fits = container.crc32(self.file[HEADER_SIZE:end]) == self.said.head_crc32
-                readings.append((not fits, size, value))
+                matches = container.crc32(self.file[HEADER_SIZE:end]) == self.said.head_crc32
+                readings.append((not matches, size, value))
         if not readings:
             reason = f"there is no metadata that leaves room for the ids of its {n_tokens} tokens"
             _refuse(self.name, f"{reason} before the payload at {payload_offset}")
@@ -197,7 +204,7 @@ class _Mend:
         return size, metadata
 
     def agreeing(self, right: Header, metadata: dict[str, Any], token_ids: TokenIds, payload: memoryview) -> Contents:
-        """The parts under a sealed header, after they were held to one another."""
+        """The parts under a sealed header, after it was checked that they agree."""
         contents = Contents(header=right, padding=0, metadata=metadata, token_ids=token_ids, payload=payload)
         try:
             digest = checkpoint.fingerprint_of(contents).digest
@@ -208,13 +215,13 @@ class _Mend:
             contents = replace(contents, header=(witnessed or headers)[0])
             checkpoint.require_structure(contents, self.name)
         except (BadInput, CorruptFile) as error:
-            _refuse(self.name, f"its parts do not agree: {error.values['reason']}")
+            _refuse(self.name, f"its parts do not agree: {error.reason}")
         except RecursionError:
             _refuse(self.name, "its metadata is nested too deep")
         return contents
 
     def require_proof(self, contents: Contents) -> None:
-        """What the header's CRC does not witness has to be proven otherwise, or said by the user."""
+        """Refuses what the header's CRC does not witness, unless the file proves it otherwise or the user trusts it."""
         right, said = contents.header, self.said
         if said.version != right.version:
             _refuse(self.name, f"version {said.version}, this reader knows {right.version}")
@@ -223,7 +230,9 @@ class _Mend:
                 self.name,
                 "the metadata's fields do not give the header's fingerprint, and nothing tells which is right",
             )
-        ids_proven = tokens_hash(contents.token_ids) == said.input_hash  # an input of ids is named by their SHA-256
+        ids_proven = (
+            tokens_hash(contents.token_ids) == said.input_hash
+        )  # the hash of an input given as ids is their SHA-256
         if said.head_crc32 != right.head_crc32 and not (ids_proven or self.trust_tokens):
             self.refuse_unproven("metadata and token ids", said.head_crc32, right.head_crc32, "--trust-tokens")
         if said.payload_crc32 != right.payload_crc32:
@@ -234,7 +243,7 @@ class _Mend:
                     there = f"the header says {field} {getattr(said, field)}, the payload has {getattr(right, field)}"
                     _refuse(self.name, f"the payload is not to be trusted: {there}, and its CRC does not fit")
             if bad := kv_values.not_finite(contents.payload):
-                where = kv_values.told(kv_state.parse(contents.payload), bad)
+                where = kv_values.describe(kv_state.parse(contents.payload), bad)
                 _refuse(self.name, f"the payload is not to be trusted: {where} is no finite number")
 
     def refuse_unproven(self, what: str, said: int, actual: int, option: str) -> NoReturn:
@@ -243,14 +252,14 @@ class _Mend:
 
 
 def _pages_like_a_state(file: memoryview, but: int) -> Iterator[int]:
-    """Where the magic of a state stands on a page's first byte."""
+    """Offsets of the pages, except `but`, that start with the magic of a state."""
     magic = kv_state.prefix()[:4]
     return (at for at in range(PAGE, len(file), PAGE) if at != but and file[at : at + 4] == magic)
 
 
 def _json_size(file: memoryview) -> int:
-    """How many bytes the JSON behind the header takes; 0 where there is none."""
-    text = bytes(file[HEADER_SIZE : HEADER_SIZE + MAX_METADATA]).decode("latin-1")  # a character a byte
+    """The size of the JSON behind the header in bytes; 0 if there is none."""
+    text = bytes(file[HEADER_SIZE : HEADER_SIZE + MAX_METADATA]).decode("latin-1")  # one character per byte
     try:
         return json.JSONDecoder().raw_decode(text)[1]
     except (ValueError, RecursionError):

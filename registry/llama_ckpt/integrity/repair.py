@@ -1,4 +1,6 @@
-"""Putting damaged files right, by path: beside them, or in their place with the original kept. `formats/repair.py` decides."""
+"""Repair damaged files by path: write the repaired file beside the original, or in its place. `formats/repair.py` decides what
+to change.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from llama_ckpt import formats
 from llama_ckpt.errors import BadInput, CorruptFile, FileMissing, StoreUnavailable
 from llama_ckpt.store.disk import fsync_folder, map_file, put_in_place, store_errors, write_new
 from llama_ckpt.store.store import StepHook, no_hook
+from llama_ckpt.values import CheckName
 
 REPAIRED_SUFFIX = ".repaired"
 BACKUP_SUFFIX = ".bak"
@@ -20,8 +23,8 @@ BACKUP_SUFFIX = ".bak"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repaired:
-    """What became of one file. Without `faults` it was whole and nothing was written; `written` is the repaired file, `backup`
-    the original where it was replaced and kept.
+    """What was done with one file. If `faults` is empty, the file is valid and nothing was written. `written` is the repaired
+    file, `backup` the original if it was replaced and kept.
     """
 
     path: Path
@@ -31,9 +34,9 @@ class Repaired:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Repairer:
-    """Repairs files. `trust_payload` and `trust_tokens` are those of `formats.plan_repair`; `in_place` gives the repaired file
-    the name of the original, which `keep_backup` keeps under that name and `.bak`.
+class FileRepairer:
+    """Repairs files. For `trust_payload` and `trust_tokens`, see `formats.plan_file_repair`. `in_place` replaces the original by
+    the repaired file; `keep_backup` then keeps the original under its name and `.bak`.
     """
 
     in_place: bool = False
@@ -43,16 +46,16 @@ class Repairer:
     hook: StepHook = no_hook
 
     def repair(self, path: Path, output: Path | None = None) -> Repaired:
-        """Puts one file right. The repaired file is `output`, or `path` and `.repaired`; no file that is there is written over.
+        """Repairs one file. The repaired file is `output`, by default `path` and `.repaired`. No existing file is overwritten.
 
-        What is written is read back as a whole before it gets its name. Interrupted at any point, `path` is the original or the
-        repaired file, whole; at most a temporary file is left beside it, or the backup is there already.
+        The repaired file is read back in full before it gets its name. If it is interrupted at any point, `path` is either the
+        original or the repaired file, complete; at most a temporary file is left beside it, or the backup exists already.
 
         Raises:
-            CorruptFile: it cannot be put right, and why; nothing was written.
-            BadInput: the output or the backup is there already.
+            CorruptFile: the file cannot be repaired; nothing was written.
+            BadInput: the output or the backup exists already.
             FileMissing, UnsafePath, StoreUnavailable: the file cannot be read, or another program changes it.
-            StoreFull: there is no room beside it.
+            StoreFull: there is no room beside the file.
         """
         target = path if self.in_place else output or path.with_name(path.name + REPAIRED_SUFFIX)
         temporary = target.with_name(f".llama-ckpt-repair-{uuid.uuid4().hex}.tmp")
@@ -62,7 +65,7 @@ class Repairer:
                 faults = self._write(view, path, target, temporary, stat.S_IMODE(before.st_mode))
             if not faults:
                 return Repaired(path=path, faults=())
-            _require_whole(temporary)
+            _require_valid(temporary)
             self.hook("written")
             if not self.in_place:
                 _give_name(temporary, target)
@@ -80,10 +83,12 @@ class Repairer:
                 temporary.unlink(missing_ok=True)
 
     def _write(self, view: memoryview, path: Path, target: Path, temporary: Path, mode: int) -> tuple[str, ...]:
-        """Writes the right bytes, if the file's are not, and gives what was wrong. No slice of `view` outlives it: two maps of a
-        large file are one too many.
+        """Writes the corrected bytes if the file has faults, and gives the faults. No slice of `view` outlives the call, so that
+        a large file is not mapped twice at a time.
         """
-        plan = formats.plan_repair(view, str(path), trust_payload=self.trust_payload, trust_tokens=self.trust_tokens)
+        plan = formats.plan_file_repair(
+            view, str(path), trust_payload=self.trust_payload, trust_tokens=self.trust_tokens
+        )
         if plan.faults:
             self._require_free_names(path, target)
             write_new(temporary, plan.parts, mode)
@@ -97,7 +102,7 @@ class Repairer:
                 raise BadInput(what="file", value=str(name), reason=f"it is there already and is kept; {advice}")
 
     def _back_up(self, path: Path) -> Path:
-        """A second name for the original, or a copy where the file system has no second names."""
+        """Gives the original a second name, or copies it if the file system has no hard links."""
         backup = _backup_of(path)
         with store_errors(path):
             try:
@@ -112,22 +117,22 @@ class Repairer:
 
 
 def _is_second_name(backup: Path, path: Path) -> bool:
-    """Whether a backup is the original itself: a repair was killed before the repaired file got its name."""
-    one, two = backup.lstat(), path.lstat()
-    return (one.st_dev, one.st_ino) == (two.st_dev, two.st_ino)
+    """Whether a backup is the original itself: an earlier repair was killed before the repaired file got its name."""
+    of_backup, of_path = backup.lstat(), path.lstat()
+    return (of_backup.st_dev, of_backup.st_ino) == (of_path.st_dev, of_path.st_ino)
 
 
 def _backup_of(path: Path) -> Path:
     return path.with_name(path.name + BACKUP_SUFFIX)
 
 
-def _require_whole(written: Path) -> None:
-    """Reads back what was written, with the reader that has to open it later."""
+def _require_valid(written: Path) -> None:
+    """Reads the written file back, with the reader that will open it later."""
     with map_file(written) as view:
-        found = formats.identify(view, str(written))
-        if not found.whole or found.padding:
-            reason = f"what was written does not read back: {found.why_not}. Nothing was changed"
-            raise CorruptFile(path=str(written), check="Repair", reason=reason)
+        identified = formats.identify(view, str(written))
+        if not identified.whole or identified.padding:
+            reason = f"what was written does not read back: {identified.why_not}. Nothing was changed"
+            raise CorruptFile(path=str(written), check=CheckName.REPAIR, reason=reason)
 
 
 def _state_of(path: Path) -> os.stat_result:

@@ -1,5 +1,5 @@
-"""The store: checkpoint files on disk, their names, and who writes a temporary.
+"""The store: checkpoint files on disk, their names, and the processes that write temporaries.
 
 Owns every path below the store's root: staging, fsync, rename, map, walk, unlink, and the marker of the registry.
-It knows no row, no engine and no policy, and imports none of the other pillars (retention, db, engine, metrics).
+It depends on no row, engine or policy, and imports none of the other pillars (retention, db, engine, metrics).
 """

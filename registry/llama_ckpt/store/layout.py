@@ -1,4 +1,4 @@
-"""What lies in a store: the names that are ours, and the walk over its folders. Opens no file, follows no symlink."""
+"""The names of the store's own files, and the walk over its folders. Opens no file, follows no symlink."""
 
 from __future__ import annotations
 
@@ -8,51 +8,67 @@ import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
-from llama_ckpt.store import writers as owners
+from llama_ckpt.store import writers
 
 SUFFIX = ".llam"
 TEMPORARY_SUFFIX = ".tmp"
 QUARANTINE = "quarantine"
 PATH = re.compile(
-    rf"((?P<a>[0-9a-f]{{2}})/(?P<b>[0-9a-f]{{2}})/(?P<id>(?P=a)(?P=b)[0-9a-f]{{28}})(?P<suffix>\.llam|(\.(?P<owner>{owners.TAG}))?\.tmp)"
+    rf"((?P<a>[0-9a-f]{{2}})/(?P<b>[0-9a-f]{{2}})/(?P<id>(?P=a)(?P=b)[0-9a-f]{{28}})(?P<suffix>\.llam|(\.(?P<owner>{writers.TAG}))?\.tmp)"
     rf"|{QUARANTINE}/[0-9a-f]{{32}}\.llam)"
 )
 _SHARD = re.compile(r"[0-9a-f]{2}")
 
 
+class EntryKind(StrEnum):
+    """What a name in the store is, by its path. `FOREIGN`: not a name that the store gives, or not a regular file."""
+
+    CHECKPOINT = "checkpoint"
+    TEMPORARY = "temporary"
+    QUARANTINED = "quarantined"
+    FOREIGN = "foreign"
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing found in the store. `kind` is "checkpoint", "temporary", "quarantined" or "foreign"; times in ns since 1970.
+    """One name in the store. `path` is relative to the root, times are in ns since 1970, `detail` says why it is foreign.
     `owner` is the tag of the process that writes a temporary.
     """
 
     path: str
-    kind: str
+    kind: EntryKind
     size_bytes: int
     mtime_ns: int
     detail: str = ""
     owner: str = ""
 
 
+def is_checkpoint_path(relative: str) -> bool:
+    """Whether a relative path is one that the store gives to a checkpoint's file."""
+    match = PATH.fullmatch(relative)
+    return match is not None and match["suffix"] == SUFFIX
+
+
 def walk(root: Path) -> Iterator[Entry]:
-    """Everything in the shard folders under `root` and its quarantine.
+    """Every entry in the shard folders under `root` and in its quarantine.
 
     Raises:
-        OSError: a folder cannot be listed. A partial list is never taken for a whole one.
+        OSError: a folder cannot be listed. Stop then: a partial list must not be taken for a complete one.
     """
     top = str(root)
     for a in _shards(top):
         for b in _shards(f"{top}/{a}"):
             yield from _entries(f"{top}/{a}/{b}", f"{a}/{b}")
-    aside = root / QUARANTINE
-    if aside.is_dir() and not aside.is_symlink():
-        yield from _entries(str(aside), QUARANTINE)
+    quarantine = root / QUARANTINE
+    if quarantine.is_dir() and not quarantine.is_symlink():
+        yield from _entries(str(quarantine), QUARANTINE)
 
 
 def _shards(folder: str) -> list[str]:
-    """The names of a folder's shards, in order. A store has up to 65,536 of them: paths are put together as text."""
+    """The names of a folder's shards, in order. A store has up to 65,536 of them, so paths are joined as text."""
     with os.scandir(folder) as entries:
         return sorted(e.name for e in entries if _SHARD.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
 
@@ -64,13 +80,13 @@ def _entries(folder: str, relative: str) -> Iterator[Entry]:
                 yield _entry(entry.stat(follow_symlinks=False), f"{relative}/{entry.name}")
 
 
-def _entry(found: os.stat_result, relative: str) -> Entry:
+def _entry(status: os.stat_result, relative: str) -> Entry:
     match = PATH.fullmatch(relative)
-    if not stat.S_ISREG(found.st_mode):
-        return Entry(relative, "foreign", 0, found.st_mtime_ns, "not a regular file")
+    if not stat.S_ISREG(status.st_mode):
+        return Entry(relative, EntryKind.FOREIGN, 0, status.st_mtime_ns, "not a regular file")
     if match is None:
-        return Entry(relative, "foreign", found.st_size, found.st_mtime_ns, "not a name of ours")
+        return Entry(relative, EntryKind.FOREIGN, status.st_size, status.st_mtime_ns, "not a name of ours")
     if match["id"] is None:
-        return Entry(relative, "quarantined", found.st_size, found.st_mtime_ns)
-    kind = "checkpoint" if match["suffix"] == SUFFIX else "temporary"
-    return Entry(relative, kind, found.st_size, found.st_mtime_ns, owner=match["owner"] or "")
+        return Entry(relative, EntryKind.QUARANTINED, status.st_size, status.st_mtime_ns)
+    kind = EntryKind.CHECKPOINT if match["suffix"] == SUFFIX else EntryKind.TEMPORARY
+    return Entry(relative, kind, status.st_size, status.st_mtime_ns, owner=match["owner"] or "")

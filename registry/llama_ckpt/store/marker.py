@@ -1,6 +1,6 @@
-"""The marker: a small file in the store's folder that names the registry whose files lie there.
+"""The marker: a small file in the store's folder that names the registry whose files the store contains.
 
-A store without a marker, or with another registry's, is not mounted or mistaken: nothing is concluded from what is missing in it.
+A store without this registry's marker is not mounted, or is the wrong folder: a file that is missing in it proves nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MARKER = "llama-ckpt-store.json"
 
 
 def claim(root: Path, registry_id: str) -> None:
-    """Marks the store as this registry's, at the first save; a store that is marked already stays as it is.
+    """Marks the store as this registry's. A store that has a readable marker stays as it is.
 
     Raises:
         StoreUnavailable: the marker cannot be written.
@@ -42,27 +42,27 @@ def claim(root: Path, registry_id: str) -> None:
 
 
 def owner(root: Path) -> str | None:
-    """The id of the registry that the store is marked for; None when it bears no readable marker."""
+    """The id of the registry that the store is marked for; None if it has no readable marker."""
     try:
         marker = json.loads((root / MARKER).read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    named = marker.get("registry_id") if isinstance(marker, dict) else None
-    return named if isinstance(named, str) else None
+    registry_id = marker.get("registry_id") if isinstance(marker, dict) else None
+    return registry_id if isinstance(registry_id, str) else None
 
 
 def require_owner(root: Path, registry_id: str, *, unmarked: bool) -> None:
-    """Holds the store to its marker; with `unmarked` a store without one is anybody's.
+    """Checks that the store is marked for this registry. With `unmarked`, a store without a marker passes too.
 
     Raises:
         StoreUnavailable: the marker names another registry, or there is none.
     """
-    named = owner(root)
-    if named is None and not unmarked:
+    owner_id = owner(root)
+    if owner_id is None and not unmarked:
         hint = f"is it mounted? If the files are really gone, say so with: llama-ckpt gc --force {registry_id}"
         reason = f"it bears no marker of this registry, whose rows name files in it: {hint}"
         raise StoreUnavailable(path=root, reason=reason)
-    if named not in (None, registry_id):
+    if owner_id not in (None, registry_id):
         hint = f"name the right database or store (to give this store to this database, delete {MARKER} in it)"
-        reason = f"it belongs to registry {named}, this database is registry {registry_id}: {hint}"
+        reason = f"it belongs to registry {owner_id}, this database is registry {registry_id}: {hint}"
         raise StoreUnavailable(path=root, reason=reason)

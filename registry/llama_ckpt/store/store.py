@@ -1,9 +1,9 @@
-"""The store: a folder of checkpoint files. The only module that writes, maps, unlinks and walks them.
+"""The store: a folder of checkpoint files, addressed by relative paths.
 
-Layout: `<root>/ab/cd/<id>.llam`, where `<id>` is 32 hex digits beginning with `abcd`; `<id>.<owner>.tmp` while it is written;
-`quarantine/<id>.llam` when it was found unreadable; a marker file with the registry's id. Names are generated, never taken
-from input; nothing outside the root is opened or unlinked, and no symlink is followed. Folders are 0700 and files 0600: a KV
-file is a transcript.
+Layout: `<root>/ab/cd/<id>.llam`, where `<id>` is 32 hex digits that start with `abcd`; `<id>.<owner>.tmp` while it is written;
+`quarantine/<id>.llam` after it was found unreadable; a marker file with the registry's id. Names are generated, never taken
+from input; nothing outside the root is opened or unlinked, and no symlink is followed. Folders have mode 0700 and files 0600: a
+KV file is a transcript.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from llama_ckpt.errors import Conflict, FileMissing, StoreFull, UnsafePath
-from llama_ckpt.store import marker
-from llama_ckpt.store import writers as owners
+from llama_ckpt.store import marker, writers
 from llama_ckpt.store.disk import (
     BINARY,
     NOFOLLOW,
@@ -36,13 +35,13 @@ from llama_ckpt.store.disk import (
 )
 from llama_ckpt.store.layout import PATH, QUARANTINE, SUFFIX, TEMPORARY_SUFFIX, Entry, walk
 
-_HEAD = 256
+_HEAD_BYTES = 256
 
 StepHook = Callable[[str], None]
 
 
 def no_hook(_step: str) -> None:
-    """The hook of everyday runs: tests put one in its place that raises or exits at a named step."""
+    """The default hook, which does nothing. Tests replace it by one that raises or exits at a named step."""
 
 
 def path_of(checkpoint_id: str) -> str:
@@ -53,7 +52,7 @@ def path_of(checkpoint_id: str) -> str:
 class Store:
     """A folder of checkpoint files.
 
-    `drop_page_cache` lets the written pages go after the fsync, for hosts that save much and read little.
+    `drop_page_cache` drops the written pages from the page cache after the fsync, for hosts that save much and read little.
     """
 
     def __init__(self, root: Path, *, drop_page_cache: bool = False, hook: StepHook = no_hook) -> None:
@@ -62,16 +61,16 @@ class Store:
         self._hook = hook
 
     def create(self) -> None:
-        """Makes the root with mode 0700 where it is not there.
+        """Creates the root with mode 0700 if it does not exist.
 
         Raises:
-            StoreUnavailable: it cannot be made, or is no folder.
+            StoreUnavailable: it cannot be created, or is not a folder.
         """
         with store_errors(self.root):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def claim(self, registry_id: str) -> None:
-        """Marks the store as this registry's, at the first save; a store that is marked already stays as it is.
+        """Marks the store as this registry's. A store that has a readable marker stays as it is.
 
         Raises:
             StoreUnavailable: the marker cannot be written.
@@ -79,11 +78,11 @@ class Store:
         marker.claim(self.root, registry_id)
 
     def owner(self) -> str | None:
-        """The id of the registry that the store is marked for; None when it bears no readable marker."""
+        """The id of the registry that the store is marked for; None if it has no readable marker."""
         return marker.owner(self.root)
 
     def require_owner(self, registry_id: str, *, unmarked: bool) -> None:
-        """Holds the store to its marker; with `unmarked` a store without one is anybody's.
+        """Checks that the store is marked for this registry. With `unmarked`, a store without a marker passes too.
 
         Raises:
             StoreUnavailable: the marker names another registry, or there is none.
@@ -98,7 +97,7 @@ class Store:
         """Free and total bytes of the file system, as a user without privileges sees them.
 
         Raises:
-            StoreUnavailable: the system cannot say.
+            StoreUnavailable: the system gives no answer.
         """
         with store_errors(self.root):
             usage = shutil.disk_usage(self.root)
@@ -107,11 +106,11 @@ class Store:
     def write(self, checkpoint_id: str, head: bytes, payload: memoryview) -> int:
         """Writes a checkpoint file and gives its size in bytes: staged, length checked, fsync, rename, folder fsync.
 
-        If it is interrupted there is at most a temporary file; if it fails there is none. A file appears under its
-        name only when it is whole and durable.
+        If it is interrupted, there is at most a temporary file; if it fails, there is none. A file gets its name only after it
+        is complete and durable.
 
         Raises:
-            StoreFull: no room, by the free space before or by the system while writing.
+            StoreFull: there is not enough free space before the write, or the system says so while writing.
             StoreUnavailable: any other failure of the file system.
         """
         size = len(head) + payload.nbytes
@@ -124,12 +123,12 @@ class Store:
         return self._put(checkpoint_id, size, fill)
 
     def copy_in(self, checkpoint_id: str, source: Path, content: memoryview) -> int:
-        """Takes a checkpoint file from elsewhere, as `write` does, and gives its size in bytes. `content` is that file's bytes,
-        mapped, without the padding before them.
+        """Copies a checkpoint file from elsewhere into the store, in the steps of `write`, and gives its size in bytes. `content`
+        is the mapped content of `source`, without padding before it.
 
         Raises:
-            Conflict: a file has the name of that id; it stays.
-            StoreFull, StoreUnavailable: as `write`; or the source cannot be read.
+            Conflict: there is a file of that id already; it stays.
+            StoreFull, StoreUnavailable: as `write`, or the source cannot be read.
         """
         with store_errors(source):
             of_source = os.open(source, os.O_RDONLY | NOFOLLOW | BINARY | NONBLOCK)
@@ -139,18 +138,18 @@ class Store:
             os.close(of_source)
 
     def link_in(self, checkpoint_id: str, source: Path) -> int:
-        """Gives a checkpoint file from elsewhere a name in the store, by a hard link, and its size in bytes. The bytes are shared
-        from then on, with their mode, which becomes 0600: who changes the one changes the other.
+        """Adds a hard link to a checkpoint file from elsewhere, and gives its size in bytes. Both names share the bytes from then
+        on, and the mode, which becomes 0600: a change through one name is visible through the other.
 
         Raises:
-            Conflict: a file has the name of that id; it stays.
-            BadInput: it lies on another file system, or one without hard links.
-            StoreUnavailable: the system refuses otherwise, as for another user's file.
+            Conflict: there is a file of that id already; it stays.
+            BadInput: it is on another file system, or the file system has no hard links.
+            StoreUnavailable: the system refuses for another reason, as for another user's file.
         """
         target = Path(self._locate(path_of(checkpoint_id)))
         with store_errors(target):
             self._make_shards(target.parent)
-            with _none_there(target):
+            with _conflicts(target):
                 size = link_file(source, target)
             self._hook("renamed")
             fsync_folder(target.parent)
@@ -164,11 +163,11 @@ class Store:
         *,
         is_named: bool = False,
     ) -> int:
-        """A file of `size` bytes that `fill` writes: staged, length checked, fsync, rename, folder fsync. An id that was not made
-        for it but `is_named` elsewhere may be another file's.
+        """Writes a file of `size` bytes with `fill`: staged, length checked, fsync, rename, folder fsync. `is_named` says that
+        the id comes from elsewhere and was not generated here, so that there may be a file of that id.
         """
         target = Path(self._locate(path_of(checkpoint_id)))
-        temporary = target.with_suffix(f".{owners.my_tag()}{TEMPORARY_SUFFIX}")
+        temporary = target.with_suffix(f".{writers.my_tag()}{TEMPORARY_SUFFIX}")
         free = self.free_bytes()
         if free < size:
             raise StoreFull(needed=size, path=self.root, reason=f"{free} bytes are free")
@@ -220,32 +219,32 @@ class Store:
 
         Raises:
             FileMissing: there is no such file.
-            UnsafePath: the path is not one of ours, or leads over a symlink.
+            UnsafePath: the path is not one that the store gives, or a part of it is a symlink.
             StoreUnavailable: the system cannot read it now (EIO, EACCES, ESTALE): nothing is known of the file.
         """
         with map_file(self._locate(relative)) as view:
             yield view
 
     def size(self, relative: str) -> int | None:
-        """The size in bytes of a stored file; None when it is not there or is no regular file of ours.
+        """The size in bytes of a stored file; None if it does not exist or is not a regular file.
 
         Raises:
-            UnsafePath: the path is not one of ours, or leads over a symlink.
-            StoreUnavailable: the system cannot say.
+            UnsafePath: the path is not one that the store gives, or a part of it is a symlink.
+            StoreUnavailable: the system gives no answer.
         """
         path = self._locate(relative)
         with store_errors(path):
             try:
-                found = os.lstat(path)
+                status = os.lstat(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            return found.st_size if stat.S_ISREG(found.st_mode) else None
+            return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def is_gone(self, relative: str) -> bool:
-        """Whether no file of ours is under a row's path: nothing is there, or what is there cannot be ours.
+        """Whether there is no checkpoint file at a row's path: nothing exists there, or something that the store did not write.
 
         Raises:
-            StoreUnavailable: the system cannot say.
+            StoreUnavailable: the system gives no answer.
         """
         try:
             return self.size(relative) is None
@@ -253,10 +252,10 @@ class Store:
             return True
 
     def modified_ns(self, relative: str) -> int:
-        """When a stored file was written or touched, in ns since 1970.
+        """The time of the last write or touch of a stored file, in ns since 1970.
 
         Raises:
-            UnsafePath: the path is not one of ours, or leads over a symlink.
+            UnsafePath: the path is not one that the store gives, or a part of it is a symlink.
             StoreUnavailable: the file is gone, or the system cannot say.
         """
         path = self._locate(relative)
@@ -264,22 +263,22 @@ class Store:
             return os.lstat(path).st_mtime_ns
 
     def head(self, relative: str) -> bytes:
-        """The first bytes of a stored file: a header with padding before it, or less if the file is shorter.
+        """The first 256 bytes of a stored file, enough for the header after padding; less if the file is shorter.
 
         Raises:
-            UnsafePath: the path is not one of ours, or leads over a symlink.
+            UnsafePath: the path is not one that the store gives, or a part of it is a symlink.
             StoreUnavailable: the file is gone, or the system cannot read it.
         """
         path = self._locate(relative)
         with store_errors(path):
-            return read_start(path, _HEAD)[0]
+            return read_start(path, _HEAD_BYTES)[0]
 
     def beginning(self, relative: str, n_bytes: int) -> tuple[bytes, int]:
-        """The first `n_bytes` of a stored file, or all if it is shorter; and the size of the whole in bytes.
+        """The first `n_bytes` of a stored file, or all of a shorter one; and the size of the file in bytes.
 
         Raises:
             FileMissing: there is no such file.
-            UnsafePath: the path is not one of ours, or leads over a symlink.
+            UnsafePath: the path is not one that the store gives, or a part of it is a symlink.
             StoreUnavailable: the system cannot read it now: nothing is known of the file.
         """
         path = self._locate(relative)
@@ -290,45 +289,45 @@ class Store:
                 raise FileMissing(path=path) from error
 
     def touch(self, relative: str) -> None:
-        """Gives a stored file the time of now, so that gc takes it for a fresh one.
+        """Sets a stored file's time to now, so that its grace period starts again.
 
         Raises:
-            UnsafePath: the path is not one of ours, or leads over a symlink.
+            UnsafePath: the path is not one that the store gives, or a part of it is a symlink.
             StoreUnavailable: the file is gone, or the system refuses.
         """
         path = self._locate(relative)
         with store_errors(path):
-            # The system's own stamp moves in ticks of some milliseconds: within a tick a touch would not show.
+            # The system's time stamps advance in ticks of some milliseconds; without + 1, a touch within a tick is lost.
             now_ns = max(time.time_ns(), os.lstat(path).st_mtime_ns + 1)
             os.utime(path, ns=(now_ns, now_ns))
 
     def remove(self, relative: str, *, mtime_ns: int | None = None) -> int | None:
-        """Unlinks a stored file and gives the bytes freed; 0 when it was gone already. With `mtime_ns` a file that has another
-        time by now stays, and the answer is None.
+        """Unlinks a stored file and gives the bytes freed; 0 if it does not exist. With `mtime_ns`, a file with another time
+        stays, and the result is None.
 
         Raises:
-            UnsafePath: the path is not one of ours, or leads over a symlink, or names no regular file.
+            UnsafePath: the path is not one that the store gives, a part of it is a symlink, or it is not a regular file.
             StoreUnavailable: the system refuses.
         """
         path = self._locate(relative)
         with store_errors(path):
             try:
-                found = os.lstat(path)
-                if not stat.S_ISREG(found.st_mode):
+                status = os.lstat(path)
+                if not stat.S_ISREG(status.st_mode):
                     raise UnsafePath(path=path, reason="not a regular file")
-                if mtime_ns is not None and found.st_mtime_ns != mtime_ns:
+                if mtime_ns is not None and status.st_mtime_ns != mtime_ns:
                     return None
                 os.unlink(path)
             except (FileNotFoundError, NotADirectoryError):
                 return 0
-            return found.st_size
+            return status.st_size
 
     def quarantine(self, relative: str, *, mtime_ns: int | None = None) -> str | None:
-        """Moves a stored file out of the way and gives its new path; its age counts from now. With `mtime_ns` a file that has
-        another time by now stays, and the answer is None.
+        """Moves a stored file into the quarantine and gives its new path; its age counts from now. With `mtime_ns`, a file with
+        another time stays, and the result is None.
 
         Raises:
-            UnsafePath: the path is not one of ours, or leads over a symlink.
+            UnsafePath: the path is not one that the store gives, or a part of it is a symlink.
             StoreUnavailable: the file is gone, or the system refuses.
         """
         path, target = self._locate(relative), self.root / QUARANTINE / Path(relative).name
@@ -343,16 +342,16 @@ class Store:
         return f"{QUARANTINE}/{target.name}"
 
     def walk(self) -> Iterator[Entry]:
-        """Everything in the store's shard folders and its quarantine; opens no file and follows no symlink.
+        """Every entry in the store's shard folders and its quarantine. Opens no file and follows no symlink.
 
         Raises:
-            StoreUnavailable: a folder cannot be listed. A partial list is never taken for a whole one.
+            StoreUnavailable: a folder cannot be listed. Stop then: a partial list must not be taken for a complete one.
         """
         with store_errors(self.root):
             yield from walk(self.root)
 
     def _locate(self, relative: str) -> str:
-        """A path as text: gc asks for one per file, and `Path` would take as long as the system's work."""
+        """A path as text: gc needs one per file, and `Path` would take as long as the system call."""
         if not PATH.fullmatch(relative):
             raise UnsafePath(path=relative, reason="not a path that this store gives")
         folder, (*parts, name) = os.fspath(self.root), relative.split("/")
@@ -363,13 +362,13 @@ class Store:
 
 
 def _give_new_name(temporary: Path, target: Path) -> None:
-    with _none_there(target):
+    with _conflicts(target):
         put_in_place(temporary, target)
     temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _none_there(target: Path) -> Iterator[None]:
+def _conflicts(target: Path) -> Iterator[None]:
     try:
         yield
     except FileExistsError as error:
@@ -377,7 +376,7 @@ def _none_there(target: Path) -> Iterator[None]:
 
 
 def _require_plain_folder(folder: str | Path) -> None:
-    """Nothing there yet is fine; a symlink, even to a folder, is not."""
+    """Refuses a symlink, even to a folder, and anything that is not a folder. Nothing at all is fine."""
     try:
         mode = os.lstat(folder).st_mode
     except FileNotFoundError:

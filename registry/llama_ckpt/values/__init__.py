@@ -21,6 +21,7 @@ from llama_ckpt.values.results import (
 from llama_ckpt.values.rows import (
     US_PER_S,
     Check,
+    CheckName,
     Checkpoint,
     Difference,
     FieldValue,
@@ -37,6 +38,7 @@ from llama_ckpt.values.rows import (
 __all__ = [
     "US_PER_S",
     "Check",
+    "CheckName",
     "Checkpoint",
     "Difference",
     "Divergence",

@@ -187,16 +187,35 @@ class Difference:
         return f"{self.field}: saved {self.saved}, now {self.now}"
 
 
+class CheckName(StrEnum):
+    """What is checked of a file or a row. A checkpoint's file is checked in the order of the first six."""
+
+    HEADER = "Header"
+    CRC32 = "CRC32"
+    STRUCTURE = "Structure"
+    VALUES = "Values"
+    DIMENSIONS = "Dimensions"
+    ROW = "Row"
+    PARENT = "Parent"
+    FILE = "File"
+    MAGIC = "Magic"
+    VERSION = "Version"
+    TOKENS = "Tokens"
+    COPY = "Copy"
+    REPAIR = "Repair"
+    GGUF = "GGUF"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
     """One check of a verification. `ok` is None if the check could not be made, and `detail` says why."""
 
-    name: str
+    name: CheckName
     ok: bool | None
     detail: str = ""
 
     def __str__(self) -> str:
         words = {True: "OK", False: "FAILED", None: "not checked"}
-        if self.name == "Dimensions":
+        if self.name is CheckName.DIMENSIONS:
             words |= {True: "match model", False: "differ from model"}
         return f"{self.name} {words[self.ok]}" + (f": {self.detail}" if self.detail else "")

@@ -41,7 +41,7 @@ class Snapshot:
         if n_tokens < len(held) and self.memory_kind is not MemoryKind.FULL:
             raise Unsupported(what=f"a part of {self.memory_kind} memory", reason="it cannot be cut")
         state = engine.capture()
-        self._state = kv_edit.cut(state, n_tokens) if n_tokens < len(held) else state
+        self._state = kv_edit.truncate(state, n_tokens) if n_tokens < len(held) else state
 
     def token_ids(self, _text: str) -> TokenIds:
         """The token ids of the text that it is saved for, which are those that it holds; shape `[n_tokens]`."""

@@ -1,4 +1,4 @@
-"""The KV state of one sequence, as llama.cpp lays it out: parse, check, cut, join, translate, compare. Pure functions of bytes.
+"""The KV state of one sequence in llama.cpp's layout: parse, check, truncate, join, translate, compare. Pure.
 
-Owns the layout and its edits. It imports nothing else of `formats`, and knows no file that a state may lie in.
+Owns the layout and its edits. It imports nothing else of `formats` and does not depend on any file format.
 """

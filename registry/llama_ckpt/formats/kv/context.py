@@ -1,7 +1,7 @@
-"""One sequence's state out of a whole context's body: what ggsn files hold. Pure.
+"""Extract one sequence's state from the body of a whole context, as in ggsn files. Pure.
 
-Learnt from `llama_kv_cache::state_write` with sequence -1 (llama.cpp b11434, src/llama-kv-cache.cpp): the same body, but
-every cell tells all sequences it belongs to, and cells of several streams may be there.
+Source: `llama_kv_cache::state_write` with sequence -1 (llama.cpp b11434, src/llama-kv-cache.cpp). The body is the same, but
+every cell lists all sequences that it belongs to, and there may be cells of several streams.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from llama_ckpt.errors import Unsupported
 from llama_ckpt.formats.kv import state as kv_state
 from llama_ckpt.formats.kv.layout import KvState, Positions, Stream
-from llama_ckpt.formats.kv.pieces import Piece, Pieces, assemble, block_of, selection
+from llama_ckpt.formats.kv.pieces import Piece, Pieces, assemble, block_of, selection_of
 
 
 def sequence_state(body: memoryview, seq_id: int = 0) -> memoryview:
-    """The state of one sequence of a whole context, as `llama_state_seq_get_data` would give it.
+    """The state of one sequence of a whole context, as `llama_state_seq_get_data` gives it.
 
     Raises:
-        Unsupported: the layout is not known, the memory is recurrent, or there is no cell of that sequence.
+        Unsupported: the layout is not known, the memory is recurrent, or no cell belongs to that sequence.
     """
     state = kv_state.parse_body(body, whole_context=True)
     if state.recurrent is not None:
@@ -30,23 +30,23 @@ def sequence_state(body: memoryview, seq_id: int = 0) -> memoryview:
     pieces = []
     for number, cache in enumerate(state.caches):
         stream, mask = _only_stream(body, state, number, seq_id)
-        pieces.append(_piece(body, state, cache.n_stream, stream).of(selection(mask)))
-    whole = Pieces(seq_id=seq_id, cell_id=seq_id, extension=state.cell_extension, caches=tuple(pieces))
-    return assemble(whole)
+        pieces.append(_piece(body, state, cache.n_stream, stream).select(selection_of(mask)))
+    sequence = Pieces(seq_id=seq_id, cell_id=seq_id, extension=state.cell_extension, caches=tuple(pieces))
+    return assemble(sequence)
 
 
 def positions_of(body: memoryview, state: KvState, seq_id: int = 0) -> list[Positions]:
-    """The positions that each cache of a whole context has of one sequence; each of shape `[n_cells]`.
+    """The positions of one sequence in each cache of a whole context; each of shape `[n_cells]`.
 
     Raises:
-        Unsupported: a cache has no cell of that sequence, or in several streams.
+        Unsupported: a cache has no cell of that sequence, or has cells of it in several streams.
     """
-    found = (_only_stream(body, state, number, seq_id) for number in range(len(state.caches)))
-    return [stream.positions[mask] for stream, mask in found]
+    selected = (_only_stream(body, state, number, seq_id) for number in range(len(state.caches)))
+    return [stream.positions[mask] for stream, mask in selected]
 
 
 def _only_stream(body: memoryview, state: KvState, number: int, seq_id: int) -> tuple[Stream, NDArray[np.bool_]]:
-    """The stream of a cache that holds a sequence, and which of its cells do."""
+    """The only stream of a cache with cells of a sequence, and the mask of these cells; shape `[n_cells]`."""
     of_streams = [(stream, _holds(body, state, stream, seq_id)) for stream in state.caches[number].streams]
     holding = [(stream, mask) for stream, mask in of_streams if mask.any()]
     if len(holding) != 1:
@@ -56,7 +56,7 @@ def _only_stream(body: memoryview, state: KvState, number: int, seq_id: int) -> 
 
 
 def sequences(body: memoryview) -> dict[int, int]:
-    """How many cells of its first cache each sequence of a whole context has.
+    """The number of cells in the first cache of each sequence of a whole context.
 
     Raises:
         Unsupported: the layout is not known.
@@ -71,7 +71,7 @@ def sequences(body: memoryview) -> dict[int, int]:
 
 
 def _ids(body: memoryview, state: KvState, stream: Stream) -> Iterator[tuple[int, ...]]:
-    """The sequence ids of each cell, one cell after the other."""
+    """The sequence ids of each cell, in order of the cells."""
     at = stream.cells_at
     for _ in range(len(stream.positions)):
         (n_ids,) = struct.unpack_from("<I", body, at + 4)
@@ -81,7 +81,7 @@ def _ids(body: memoryview, state: KvState, stream: Stream) -> Iterator[tuple[int
 
 
 def _holds(body: memoryview, state: KvState, stream: Stream, seq_id: int) -> NDArray[np.bool_]:
-    """Which cells belong to a sequence; shape `[n_cells]`."""
+    """The mask of the cells that belong to a sequence; shape `[n_cells]`."""
     if stream.ids_per_cell == 1:
         return np.asarray(_table(body, state, stream)[:, -1] == seq_id)
     ids_of_cells = _ids(body, state, stream)
@@ -89,7 +89,7 @@ def _holds(body: memoryview, state: KvState, stream: Stream, seq_id: int) -> NDA
 
 
 def _table(body: memoryview, state: KvState, stream: Stream) -> NDArray[np.int32]:
-    """The words of cells that have one id each; shape `[n_cells, words]`."""
+    """The words of cells with one sequence id each; shape `[n_cells, words]`."""
     words = 3 + state.cell_extension // 4
     flat = np.frombuffer(body, dtype="<i4", count=len(stream.positions) * words, offset=stream.cells_at)
     return flat.reshape(-1, words)

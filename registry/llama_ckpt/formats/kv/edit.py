@@ -1,8 +1,9 @@
-"""Operations on a sequence's state: cut, tail, join, gather, translate, transpose, replace layers. Pure; states in, states out.
+"""Operations on a sequence's state: truncate, tail, join, gather, translate, transpose, replace layers. Pure; states in, states
+out.
 
-Each takes states as `llama_state_seq_get_data` gives them and gives one that `llama_state_seq_set_data` takes. What an
-engine itself would have written for the result is what comes out, byte for byte (tests/engine/test_live_states.py).
-The result is a new buffer; nothing of the given ones is changed or kept.
+Each takes states as `llama_state_seq_get_data` gives them and gives one that `llama_state_seq_set_data` takes. The result is,
+byte for byte, the state that an engine would write itself (tests/engine/test_live_states.py). It is a new buffer; the inputs
+are neither changed nor kept.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from llama_ckpt.errors import BadInput, Incompatible, Unsupported
 from llama_ckpt.formats.kv.layout import Dialect, KvState
-from llama_ckpt.formats.kv.pieces import Block, Piece, Pieces, assemble, selection, take_apart
+from llama_ckpt.formats.kv.pieces import Block, Piece, Pieces, assemble, selection_of, take_apart
 from llama_ckpt.formats.kv.types import is_quantised, type_name
 
 Rotation = tuple[int, int]
@@ -31,73 +32,75 @@ class CellRange:
     end: int
 
 
-def cut(state: memoryview, n_tokens: int) -> memoryview:
-    """The state of the first `n_tokens` positions: what the engine itself returns when it holds no more.
+def truncate(state: memoryview, n_tokens: int) -> memoryview:
+    """The state of the first `n_tokens` positions, as the engine gives it when it holds no more.
 
     Raises:
         BadInput: `n_tokens` is not 1 to the number of cells.
-        Unsupported: the layout is not known, or its memory has not one cell a token.
+        Unsupported: the layout is not known, or the memory does not have one cell per token.
     """
     parsed, pieces = take_apart(state)
-    first, last = _ends(parsed)
+    first, last = _first_and_last(parsed)
     if not first < n_tokens <= last + 1:
         raise BadInput(what="tokens to cut at", value=n_tokens, reason=f"the state holds positions {first} to {last}")
-    return assemble(_between(pieces, first, n_tokens))
+    return assemble(_select_range(pieces, first, n_tokens))
 
 
 def tail(state: memoryview, start: int) -> memoryview:
-    """The state with only the cells from position `start` on: a delta's payload.
+    """The cells from position `start` on: a delta's payload.
 
     Raises:
         BadInput: `start` is not one of the state's positions.
-        Unsupported: as `cut`.
+        Unsupported: as `truncate`.
     """
     parsed, pieces = take_apart(state)
-    first, last = _ends(parsed)
+    first, last = _first_and_last(parsed)
     if not first <= start <= last:
         raise BadInput(what="first token of a tail", value=start, reason=f"the state holds positions {first} to {last}")
-    return assemble(_between(pieces, start, last + 1))
+    return assemble(_select_range(pieces, start, last + 1))
 
 
 def join(head: memoryview, behind: memoryview) -> memoryview:
-    """The state of both: `behind` holds the positions that follow the head's last. The inverse of `cut` and `tail`.
+    """The state of both: `behind` holds the positions that follow the head's last. The inverse of `truncate` and `tail`.
 
     Raises:
-        Incompatible: the positions do not follow one another, or layers, types or layout differ.
-        Unsupported: as `cut`.
+        Incompatible: the positions of `behind` do not follow those of `head`, or layers, types or layout differ.
+        Unsupported: as `truncate`.
     """
     of_head, first = take_apart(head)
     of_tail, second = take_apart(behind)
-    last, start = _ends(of_head)[1], _ends(of_tail)[0]
+    last, start = _first_and_last(of_head)[1], _first_and_last(of_tail)[0]
     if start != last + 1:
         raise Incompatible(reason=f"the first state ends with position {last}, the second begins with {start}")
-    return assemble(_joined([first, second]))
+    return assemble(_concatenate([first, second]))
 
 
-def gather(stretches: Sequence[CellRange]) -> memoryview:
-    """One state of stretches of several, each of which begins where the one before it ends: a chain of deltas with what they
-    stand on. Costs one buffer of the result's size, however many they are.
+def gather(ranges: Sequence[CellRange]) -> memoryview:
+    """One state from ranges of several states, each of which starts at the end of the one before: a chain of deltas with their
+    first parent. Allocates one buffer of the result's size for any number of ranges.
 
     Raises:
-        Incompatible: a state has not all positions of its stretch, or layers, types or layout differ.
-        Unsupported: as `cut`.
+        Incompatible: a state does not have all positions of its range, or layers, types or layout differ.
+        Unsupported: as `truncate`.
     """
-    taken = []
-    for one in stretches:
-        parsed, pieces = take_apart(one.state)
-        first, last = _ends(parsed)
-        if not first <= one.start < one.end <= last + 1:
-            raise Incompatible(reason=f"positions {one.start} to {one.end - 1} of a state that holds {first} to {last}")
-        taken.append(_between(pieces, one.start, one.end))
-    return assemble(_joined(taken))
+    selected = []
+    for part in ranges:
+        parsed, pieces = take_apart(part.state)
+        first, last = _first_and_last(parsed)
+        if not first <= part.start < part.end <= last + 1:
+            raise Incompatible(
+                reason=f"positions {part.start} to {part.end - 1} of a state that holds {first} to {last}"
+            )
+        selected.append(_select_range(pieces, part.start, part.end))
+    return assemble(_concatenate(selected))
 
 
 def equal_cells(one: memoryview, two: memoryview) -> int:
-    """How many cells from the first position on are the same in both states, bit for bit, in every layer. 0 for states that
-    begin at other positions, hold their cells in another order, or differ in layers, types or layout.
+    """The number of cells, from the first position on, that are bit for bit the same in both states in every layer. 0 for
+    states that start at different positions, have their cells in another order, or differ in layers, types or layout.
 
     Raises:
-        Unsupported: as `cut`.
+        Unsupported: as `truncate`.
     """
     (_, first), (_, second) = take_apart(one), take_apart(two)
     try:
@@ -113,13 +116,13 @@ def equal_cells(one: memoryview, two: memoryview) -> int:
 
 
 def _in_order(positions: NDArray[np.int32]) -> int:
-    """How many cells from the first on stand at one position after the other."""
+    """The number of cells, from the first on, whose positions follow one another."""
     steps = np.flatnonzero(np.diff(positions) != 1)
     return int(steps[0]) + 1 if steps.size else len(positions)
 
 
 def _equal_rows(one: NDArray[Any], two: NDArray[Any], n: int) -> int:
-    """How many of the first `n` rows are equal."""
+    """The number of equal rows at the start of the first `n`."""
     a, b = one[:n], two[:n]
     contiguous = a.flags.c_contiguous and b.flags.c_contiguous
     if contiguous and a.reshape(-1).view(np.uint8).data == b.reshape(-1).view(np.uint8).data:  # one memcmp
@@ -138,14 +141,14 @@ def to_dialect(
 ) -> memoryview:
     """The same cells as an engine of that dialect writes them for sequence `seq_id`.
 
-    `rotation` is how K and V of the state are rotated, for a state that does not tell (0: not), `now` how the engine does.
-    Both need saying only where a dialect with rotation words meets one without and a type is quantised: of float types an
-    engine rotates none.
+    `rotation` are the sizes of the rotations of K and V (0: none), for a state that does not contain them; `now` are those of
+    the engine. Both are needed only if one of the dialects has rotation words, the other does not, and a type is quantised:
+    engines do not rotate float types.
 
     Raises:
         Incompatible: state and engine rotate differently, or the engine has no such sequence.
-        Unsupported: as `cut`; or the rotation is not known, the cells' extensions differ, or the dialect is of an engine from
-            before streams, which is read only.
+        Unsupported: as `truncate`; or the rotation is not known, the cells' extensions differ, or the dialect is that of an
+            engine without streams: such states are read, not written.
     """
     parsed, pieces = take_apart(state)
     if dialect.cell_extension != parsed.cell_extension:
@@ -155,7 +158,7 @@ def to_dialect(
         )
     if dialect.n_stream < 1:
         raise Unsupported(what=f"the dialect {dialect}", reason="states of before streams are read, not written")
-    # with one stream all sequences share it; with more, sequence n lives in stream n
+    # all sequences share a single stream; with more streams, sequence n is in stream n
     if seq_id < 0 or (dialect.n_stream > 1 and seq_id >= dialect.n_stream):
         raise Incompatible(reason=f"there is no sequence {seq_id} in an engine of {dialect.n_stream} streams")
     caches = tuple(
@@ -171,13 +174,13 @@ def to_dialect(
 
 
 def transpose_v(state: memoryview, *, transposed: bool) -> memoryview:
-    """The same numbers with V by element (`transposed`, contexts without flash attention) or by cell (with it).
+    """The same values with V by element (`transposed`: contexts without flash attention) or by cell (with it).
 
-    The two modes compute slightly different numbers, so a state carried over continues as good as, not equal to, a fresh
-    one: a caller offers it as a choice.
+    The two modes compute slightly different values, so a transposed state continues about as well as a state that the engine
+    computed itself, but not equally: callers make it optional.
 
     Raises:
-        Unsupported: V is quantised: its blocks cannot be turned; or as `cut`.
+        Unsupported: V is quantised, so that its blocks cannot be transposed; or as `truncate`.
     """
     _, pieces = take_apart(state)
     caches = []
@@ -191,12 +194,12 @@ def transpose_v(state: memoryview, *, transposed: bool) -> memoryview:
 
 
 def replace_layers(state: memoryview, other: memoryview, layers: Iterable[int]) -> memoryview:
-    """`state` with K and V of some layers as in `other`. Layers count over all caches, in the state's order.
+    """`state` with K and V of some layers from `other`. Layers count over all caches, in the state's order.
 
     Raises:
-        BadInput: a layer that is not there.
+        BadInput: a layer that the state does not have.
         Incompatible: the states hold other positions, or layers, types or layout differ.
-        Unsupported: as `cut`.
+        Unsupported: as `truncate`.
     """
     parsed, mine = take_apart(state)
     _, theirs = take_apart(other)
@@ -220,44 +223,43 @@ def replace_layers(state: memoryview, other: memoryview, layers: Iterable[int]) 
 
 
 def require_same_shape(one: Pieces, two: Pieces) -> None:
-    """Holds two states to the same caches, layers, types, row sizes and dialect.
+    """Checks that two states have the same caches, layers, types, row sizes and dialect.
 
     Raises:
-        Incompatible: naming what differs.
+        Incompatible: the first difference.
     """
     if (len(one.caches), one.extension) != (len(two.caches), two.extension):
         raise Incompatible(reason=f"{len(one.caches)} caches in one state, {len(two.caches)} in the other")
     for a, b in zip(one.caches, two.caches, strict=True):
-        for what, here, there in (
+        for what, of_one, of_two in (
             ("layers", len(a.k), len(b.k)),
             ("layers with V", len(a.v), len(b.v)),
             ("V transposed", a.v_transposed, b.v_transposed),
             ("streams", a.n_stream, b.n_stream),
             ("rotation words", a.rotation_words, b.rotation_words),
         ):
-            if here != there:
-                raise Incompatible(reason=f"{what}: {here} in one state, {there} in the other")
+            if of_one != of_two:
+                raise Incompatible(reason=f"{what}: {of_one} in one state, {of_two} in the other")
         for part in ("k", "v"):
             for layer, (x, y) in enumerate(zip(getattr(a, part), getattr(b, part), strict=True)):
                 if (x.ggml_type, x.row_bytes) != (y.ggml_type, y.row_bytes):
                     raise Incompatible(reason=f"{part.upper()} of layer {layer}: {_shape(x)}, in the other {_shape(y)}")
 
 
-def _ends(state: KvState) -> tuple[int, int]:
+def _first_and_last(state: KvState) -> tuple[int, int]:
     """The first and the last position of a state's cells."""
     return int(state.positions.min()), int(state.positions.max())
 
 
-def _between(pieces: Pieces, start: int, end: int) -> Pieces:
+def _select_range(pieces: Pieces, start: int, end: int) -> Pieces:
     """The cells of positions start .. end-1."""
+    caches = (
+        piece.select(selection_of((piece.positions >= start) & (piece.positions < end))) for piece in pieces.caches
+    )
+    return replace(pieces, caches=tuple(caches))
 
-    def chosen(piece: Piece) -> Piece:
-        return piece.of(selection((piece.positions >= start) & (piece.positions < end)))
 
-    return replace(pieces, caches=tuple(chosen(piece) for piece in pieces.caches))
-
-
-def _joined(parts: Sequence[Pieces]) -> Pieces:
+def _concatenate(parts: Sequence[Pieces]) -> Pieces:
     """The cells of all parts, in their order."""
     for other in parts[1:]:
         require_same_shape(parts[0], other)
@@ -265,27 +267,27 @@ def _joined(parts: Sequence[Pieces]) -> Pieces:
         replace(
             same[0],
             cells=np.concatenate([piece.cells for piece in same]),
-            k=tuple(_end_to_end(blocks) for blocks in zip(*(piece.k for piece in same), strict=True)),
-            v=tuple(_end_to_end(blocks) for blocks in zip(*(piece.v for piece in same), strict=True)),
+            k=tuple(_concatenate_blocks(blocks) for blocks in zip(*(piece.k for piece in same), strict=True)),
+            v=tuple(_concatenate_blocks(blocks) for blocks in zip(*(piece.v for piece in same), strict=True)),
         )
         for same in zip(*(pieces.caches for pieces in parts), strict=True)
     )
     return replace(parts[0], caches=caches)
 
 
-def _end_to_end(blocks: Sequence[Block]) -> Block:
+def _concatenate_blocks(blocks: Sequence[Block]) -> Block:
     return replace(blocks[0], parts=tuple(part for block in blocks for part in block.parts))
 
 
 def _rotation_words(piece: Piece, dialect: Dialect, rotation: Rotation | None, now: Rotation | None) -> Rotation | None:
-    """What the target dialect says of the rotation, after it was made sure that both sides mean the same."""
+    """The rotation words in the target dialect, None if it has none, after a check that state and engine rotate alike."""
     stated = piece.rotation_words
     if not dialect.rotation_words and stated is None:
         if None not in (rotation, now) and rotation != now:
             raise Incompatible(reason=f"K and V rotated by {rotation} in the state, by {now} in the engine")
         return None
-    of_state = stated if stated is not None else _known(piece, rotation)
-    of_engine = now if dialect.rotation_words else _known(piece, now)
+    of_state = stated if stated is not None else _certain_rotation(piece, rotation)
+    of_engine = now if dialect.rotation_words else _certain_rotation(piece, now)
     if of_state is None:
         raise Unsupported(
             what="translating this state",
@@ -301,13 +303,13 @@ def _rotation_words(piece: Piece, dialect: Dialect, rotation: Rotation | None, n
     return of_state if dialect.rotation_words else None
 
 
-def _known(piece: Piece, said: Rotation | None) -> Rotation | None:
-    """The rotation where it is beyond doubt: as somebody said, or none because no type is quantised.
+def _certain_rotation(piece: Piece, stated: Rotation | None) -> Rotation | None:
+    """The rotation as stated, or (0, 0) because no type is quantised; None if it is not certain.
 
-    A cache without V may be an indexer's, which some models rotate whatever its type.
+    A cache without V may be that of an indexer, which some models rotate for every type.
     """
-    if said is not None or not piece.v:
-        return said
+    if stated is not None or not piece.v:
+        return stated
     return None if any(is_quantised(block.ggml_type) for block in (*piece.k, *piece.v)) else (0, 0)
 
 

@@ -1,4 +1,4 @@
-"""What the engine's memory looks like in a state: caches, streams, rows, and the dialects that differ between engines. Pure.
+"""The values of a parsed state: caches, streams, rows, and the dialects in which engines differ. Pure.
 
 A state is one or more *sections*: attention caches (one for an ordinary model, two for one with a sliding window or an
 indexer, three for a few) and, for recurrent and hybrid models, the recurrent cells. docs/formats.md has the byte tables.
@@ -20,11 +20,11 @@ _NONE = np.empty(0, dtype=np.int32)
 
 
 class Dialect(NamedTuple):
-    """How an engine lays out the state of a model whose types and layers are given.
+    """How an engine lays out the state of a model with given types and layers.
 
-    `n_stream` is 0 for engines from before streams (llama.cpp until July 2025: no count of streams, cells without sequence
-    ids), `rotation_words` says whether two words tell the rotation of K and V (ggsq 4, ggsn 11), `cell_extension` the bytes
-    that each cell has more for models with 2-D positions: 8 (x, y) or 12 (x, y, token id).
+    `n_stream` is 0 for engines without streams (llama.cpp until July 2025: no count of streams, cells without sequence ids).
+    `rotation_words` says whether two words give the rotation of K and V (ggsq 4, ggsn 11). `cell_extension` is the number of
+    extra bytes in each cell for models with 2-D positions: 8 (x, y) or 12 (x, y, token id).
     """
 
     n_stream: int = 1
@@ -37,10 +37,10 @@ class Dialect(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> Dialect:
-        """The dialect that `str()` of it gave.
+        """The inverse of `str()`.
 
         Raises:
-            BadInput: the text is no dialect.
+            BadInput: the text is not a dialect.
         """
         try:
             words = {name: int(value) for name, value in (word.split("=") for word in text.split())}
@@ -54,7 +54,7 @@ class Dialect(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """One layer's K or V, from byte `offset` on: `n_cells` rows of `row_bytes`; where `element_bytes` is set, transposed:
+    """One layer's K or V, from byte `offset` on: `n_cells` rows of `row_bytes`. If `element_bytes` is set, it is transposed:
     `row_bytes / element_bytes` runs of `n_cells` elements.
     """
 
@@ -66,10 +66,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The cells of one stream of a cache and their rows. `positions` has shape `[n_cells]`; K and V one entry a layer.
+    """The cells of one stream of a cache and their rows. `positions` has shape `[n_cells]`; K and V have one entry per layer.
 
-    The cells' words stand at bytes `cells_at` to `cells_end`; each has `ids_per_cell` sequence ids, or as many as it says
-    itself where that is -1 (a whole context's state only).
+    The words of the cells are at bytes `cells_at` to `cells_end`. Each cell has `ids_per_cell` sequence ids; -1 means that each
+    cell has its own count (only in the state of a whole context).
     """
 
     index: int
@@ -85,20 +85,20 @@ class Stream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
-    """One attention cache: the streams of it that hold cells."""
+    """One attention cache: those of its streams that have cells."""
 
     n_stream: int
     streams: tuple[Stream, ...]
 
     @property
     def n_cells(self) -> int:
-        """Cells in all streams."""
+        """Number of cells in all streams."""
         return sum(len(stream.positions) for stream in self.streams)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrent:
-    """The recurrent cells of a state: R of each layer that has it, then S of each. They cannot be cut at a token."""
+    """The recurrent cells of a state: R of each layer that has it, then S of each. They cannot be truncated at a token."""
 
     positions: Positions
     n_layer: int
@@ -107,7 +107,7 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvState:
-    """A state, parsed to its last byte. What speaks of one cache (`positions`, `k`, `v`, …) speaks of the first."""
+    """A state, parsed to its last byte. Properties of one cache (`positions`, `k`, `v`, …) are those of the first."""
 
     caches: tuple[Cache, ...]
     recurrent: Recurrent | None = None
@@ -115,12 +115,12 @@ class KvState:
 
     @property
     def first(self) -> Stream | None:
-        """The stream with cells of the first cache; None for a model with nothing but recurrent memory, or no cells."""
+        """The first stream with cells; None for a model with only recurrent memory, or if there are no cells."""
         return next((stream for cache in self.caches for stream in cache.streams), None)
 
     @property
     def n_stream(self) -> int:
-        """Streams of a cache; 0 where the dialect has none."""
+        """Number of streams of a cache; 0 if the dialect has none."""
         return self.caches[0].n_stream if self.caches else 0
 
     @property
@@ -130,12 +130,12 @@ class KvState:
 
     @property
     def v_transposed(self) -> bool:
-        """Whether V stands by element and not by cell: contexts without flash attention."""
+        """Whether V is stored by element, not by cell: contexts without flash attention."""
         return self.first.v_transposed if self.first else False
 
     @property
     def rotation_words(self) -> tuple[int, int] | None:
-        """Sizes of the rotations of K and V, 0 for none; None where the dialect does not tell."""
+        """Sizes of the rotations of K and V, 0 for none; None if the dialect has no rotation words."""
         return self.first.rotation_words if self.first else None
 
     @property
@@ -145,49 +145,49 @@ class KvState:
 
     @property
     def v(self) -> tuple[Rows, ...]:
-        """V of the first cache's layers; empty for models that keep none."""
+        """V of the first cache's layers; empty for models that do not keep V."""
         return self.first.v if self.first else ()
 
     @property
     def n_cells(self) -> int:
-        """Cells of the first cache: for one sequence of full attention one a token."""
+        """Number of cells of the first cache: one per token for one sequence of full attention."""
         return len(self.positions)
 
     @property
     def n_layer(self) -> int:
-        """Layers that keep K, over all caches."""
+        """Number of layers that keep K, over all caches."""
         return sum(len(cache.streams[0].k) for cache in self.caches if cache.streams)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V that one token takes over all layers of all caches."""
+        """Size of K and V of one token over all layers of all caches, in bytes."""
         streams = [cache.streams[0] for cache in self.caches if cache.streams]
         return sum(rows.row_bytes for stream in streams for rows in (*stream.k, *stream.v))
 
     @property
     def type_k(self) -> str:
-        """Ggml's name of layer 0's K type, "none" where there is no attention cache."""
+        """Ggml's name of layer 0's K type; "none" if there is no attention cache."""
         return type_name(self.k[0].ggml_type) if self.k else "none"
 
     @property
     def type_v(self) -> str:
-        """Ggml's name of layer 0's V type, "none" for a model that keeps no V."""
+        """Ggml's name of layer 0's V type; "none" for a model that does not keep V."""
         return type_name(self.v[0].ggml_type) if self.v else "none"
 
     @property
     def layout(self) -> Dialect:
-        """What must agree between a state and the engine that reads it, beside model and types."""
+        """The dialect, which must agree with that of the engine that reads the state, as model and types must."""
         return Dialect(self.n_stream, self.rotation_words is not None, self.cell_extension)
 
     @property
     def dialect(self) -> str:
-        """`layout` as text, for metadata and for people."""
+        """`layout` as text, for metadata and messages."""
         return str(self.layout)
 
     @property
     def memory(self) -> str:
-        """What the sections show: "full", "swa" (a later cache holds fewer cells), "caches" (several, all with the same
-        cells: a short sliding-window state or one with an indexer), "recurrent" or "hybrid".
+        """The kind of memory by the sections: "full", "swa" (a later cache has fewer cells), "caches" (several caches with the
+        same number of cells: a short sliding-window state, or one with an indexer), "recurrent" or "hybrid".
         """
         if self.recurrent is not None:
             return "hybrid" if self.caches else "recurrent"
@@ -197,9 +197,9 @@ class KvState:
 
 
 def not_sliceable(state: KvState) -> str | None:
-    """Why a state cannot be cut, joined or read from a token on, in words; None for one that can.
+    """Why a state cannot be truncated, joined or read from a token on; None if it can.
 
-    It can when all of its memory is attention and every cache has the same positions, each once and without a gap.
+    It can if all of its memory is attention and every cache has the same positions, each once and without a gap.
     """
     if state.recurrent is not None:
         return f"{state.memory} memory holds one state of all tokens, not one a token"
@@ -222,10 +222,10 @@ def not_sliceable(state: KvState) -> str | None:
 
 
 def require_plain_sequence(state: KvState, n_tokens: int, start: int = 0) -> None:
-    """Holds a state to what a full checkpoint of `n_tokens` tokens is: one cell at each position start .. n_tokens-1.
+    """Checks that a state is that of a full attention checkpoint: one cell at each position start .. n_tokens-1.
 
     Raises:
-        Unsupported: another number of cells, a position twice or missing, or memory that is not all attention.
+        Unsupported: another number of cells, a position that is missing or occurs twice, or memory other than attention.
     """
     if state.n_cells != n_tokens - start:
         raise Unsupported(what="this state", reason=f"it has {state.n_cells} cells for {n_tokens - start} tokens")
@@ -236,11 +236,11 @@ def require_plain_sequence(state: KvState, n_tokens: int, start: int = 0) -> Non
 
 
 def require_whole_sequence(state: KvState, n_tokens: int) -> None:
-    """Holds a state that cannot be cut (sliding windows, recurrent memory) to what `n_tokens` evaluated tokens leave: every part
-    of it ends with the last of them, and holds none twice.
+    """Checks that a state that cannot be truncated (sliding windows, recurrent memory) is that of `n_tokens` tokens: every part
+    of it ends with the last token and has no position twice.
 
     Raises:
-        Unsupported: a part that holds nothing, ends elsewhere, or has a position twice.
+        Unsupported: a part has no cells, ends with another position, or has a position twice.
     """
     parts = [stream.positions for cache in state.caches for stream in cache.streams]
     if any(len(cache.streams) != 1 for cache in state.caches) or (not parts and state.recurrent is None):

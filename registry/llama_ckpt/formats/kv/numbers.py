@@ -1,6 +1,6 @@
-"""K and V as numbers, and how far two states of the same tokens are apart. Pure.
+"""K and V as numbers, and the distance of two states of the same tokens. Pure.
 
-The blocks of quantised types are those of llama.cpp b11434, ggml/src/ggml-common.h and ggml-quants.c (`dequantize_row_…`).
+Source of the quantised blocks: llama.cpp b11434, ggml/src/ggml-common.h and ggml-quants.c (`dequantize_row_…`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _IQ4_NL = np.array(
 
 
 class Distance(NamedTuple):
-    """How far two states are apart: a row's distance is that between the two over the length of the second's; 0 is equal, about
-    1.4 unrelated. `typical` is the median over all rows, `furthest` that of the part and layer where it is greatest.
+    """How far two states are apart. The distance of a row is the norm of the difference over the norm of the reference's row:
+    0 for equal rows, about 1.4 for unrelated ones. `typical` is the median over all rows, `furthest` the greatest median of
+    one part and layer, which are named.
     """
 
     typical: float
@@ -33,11 +34,11 @@ class Distance(NamedTuple):
 
 
 def distance(state: memoryview, reference: memoryview) -> Distance:
-    """How far K and V of a state are from those of another of the same model and tokens.
+    """The distance of K and V of a state from those of a reference of the same model and tokens.
 
     Raises:
         Incompatible: layers, types, row sizes or the number of cells differ.
-        Unsupported: a layout or a number format that is not known here, or memory that has not one cell a token.
+        Unsupported: the layout or a number format is not known, or the memory does not have one cell per token.
     """
     _, mine = take_apart(state)
     _, theirs = take_apart(reference)
@@ -48,13 +49,13 @@ def distance(state: memoryview, reference: memoryview) -> Distance:
             of_rows = _apart(numbers(a)[np.argsort(one.positions)], numbers(b)[np.argsort(two.positions)])
             rows.append(of_rows)
             medians.append((float(np.median(of_rows)), part, layer))
-    # NaN is further than everything
+    # NaN counts as the greatest distance
     furthest, part, layer = max(medians, key=lambda entry: np.inf if np.isnan(entry[0]) else entry[0])
     return Distance(float(np.median(np.concatenate(rows))), furthest, part, layer)
 
 
 def _require_same_rows(one: Pieces, two: Pieces) -> None:
-    """Holds two states to rows of the same types and sizes; how they stand there is no matter of numbers."""
+    """Checks that two states have rows of the same types and sizes. Their order and dialect may differ."""
     shapes = [
         [
             (part, len(cache.cells), [(b.ggml_type, b.row_bytes) for b in getattr(cache, part)])
@@ -86,10 +87,10 @@ def numbers(block: Block) -> Floats:
     """K or V of a layer as float32, shape `[n_cells, n_values]`.
 
     Raises:
-        Unsupported: a number format that no KV cache has.
+        Unsupported: no KV cache has the number format.
     """
-    ((values, chosen),) = block.parts
-    cells = np.ascontiguousarray(values[chosen])
+    ((values, selection),) = block.parts
+    cells = np.ascontiguousarray(values[selection])
     raw = cells.view(np.uint8).reshape(len(cells), -1)
     kind = block.ggml_type
     if kind not in _READERS:
@@ -98,7 +99,7 @@ def numbers(block: Block) -> Floats:
     return read.reshape(len(cells), -1)
 
 
-# Each takes bytes of shape [n_blocks, block_bytes] and gives float32 of shape [n_blocks, block_values].
+# Each reader takes bytes of shape [n_blocks, block_bytes] and gives float32 of shape [n_blocks, block_values].
 
 
 def _f32(blocks: NDArray[np.uint8]) -> Floats:
@@ -124,7 +125,7 @@ def _nibbles(blocks: NDArray[np.uint8], at: int) -> NDArray[np.uint8]:
 
 
 def _fifth_bits(blocks: NDArray[np.uint8], at: int) -> NDArray[np.uint8]:
-    """One more bit for each of the 32 numbers, already in its place."""
+    """The fifth bit of each of the 32 numbers, shifted to its place."""
     bits = np.unpackbits(np.ascontiguousarray(blocks[:, at : at + 4]), axis=1, bitorder="little")
     return np.left_shift(bits, 4, dtype=np.uint8)
 

@@ -1,7 +1,7 @@
-"""A state taken apart into cells and rows, without copying a row, and put together again. Pure.
+"""Take a state apart into cells and rows without copying a row, and assemble a state from them. Pure.
 
-The rows are views into the caller's bytes until `assemble` writes the new state: an operation of `kv_edit` costs one buffer
-of the size of its result and not more. That size is bounded by what the given states hold.
+The rows are views into the caller's bytes until `assemble` writes the new state: an operation of `kv_edit` allocates one buffer
+of the size of its result and no more. That size is bounded by the size of the given states.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from llama_ckpt.formats.kv import state as kv_state
 from llama_ckpt.formats.kv.layout import KvState, Rows, Stream
 from llama_ckpt.formats.kv.types import ALL_TYPES, is_quantised
 
-Chosen = slice | NDArray[np.intp]
+Selection = slice | NDArray[np.intp]
 _EVERY = slice(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One layer's K or V. Each part is an array of shape `[n_cells, n_values]` and the cells chosen of it; parts follow one
-    another. A value is a number of a float type, an element of transposed V, or else a byte.
+    """One layer's K or V. Each part is an array of shape `[n_cells, n_values]` and the cells selected from it; parts follow one
+    another. A value is a number of a float type, an element of transposed V, or a byte of a quantised row.
     """
 
     ggml_type: int
-    parts: tuple[tuple[NDArray[Any], Chosen], ...]
+    parts: tuple[tuple[NDArray[Any], Selection], ...]
 
     @property
     def row_bytes(self) -> int:
@@ -42,17 +42,17 @@ class Block:
         """Bytes of a value."""
         return int(self.parts[0][0].dtype.itemsize)
 
-    def of(self, chosen: Chosen) -> Block:
-        """The same with only those cells; for a block that is whole."""
+    def select(self, cells: Selection) -> Block:
+        """The block with only these cells. It must have one part, with all cells."""
         (values, _every), *more = self.parts
         if more:
-            raise AssertionError("cells are chosen before parts are joined")
-        return replace(self, parts=((values, chosen),))
+            raise AssertionError("cells are selected before parts are joined")
+        return replace(self, parts=((values, cells),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One cache with one stream of cells. `cells` has shape `[n_cells, words]`: position, extension …, without ids."""
+    """One cache with one stream of cells. `cells` has shape `[n_cells, words]`: position and extension words, without ids."""
 
     n_stream: int
     index: int
@@ -67,19 +67,19 @@ class Piece:
         """Positions of the cells; shape `[n_cells]`."""
         return self.cells[:, 0]
 
-    def of(self, chosen: Chosen) -> Piece:
-        """The same with only those cells."""
+    def select(self, cells: Selection) -> Piece:
+        """The piece with only these cells."""
         return replace(
             self,
-            cells=self.cells[chosen],
-            k=tuple(block.of(chosen) for block in self.k),
-            v=tuple(block.of(chosen) for block in self.v),
+            cells=self.cells[cells],
+            k=tuple(block.select(cells) for block in self.k),
+            v=tuple(block.select(cells) for block in self.v),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """All caches of a sequence's state. `seq_id` stands before the body, `cell_id` in each cell."""
+    """All caches of a sequence's state. `seq_id` precedes the body, `cell_id` is in each cell."""
 
     seq_id: int
     cell_id: int
@@ -88,10 +88,10 @@ class Pieces:
 
 
 def take_apart(data: memoryview) -> tuple[KvState, Pieces]:
-    """A sequence's state as its parts, if it is one that can be cut and joined.
+    """A sequence's parsed state and its parts, if it can be truncated and joined.
 
     Raises:
-        Unsupported: no layout known here, or memory that has not one cell a token.
+        Unsupported: the layout is not known, or the memory does not have one cell per token.
     """
     state = kv_state.parse(data)
     if why := kv_state.not_sliceable(state):
@@ -104,8 +104,8 @@ def take_apart(data: memoryview) -> tuple[KvState, Pieces]:
     return state, Pieces(seq_id=seq_id, cell_id=cell_id, extension=state.cell_extension, caches=caches)
 
 
-def selection(mask: NDArray[np.bool_]) -> Chosen:
-    """The cells where `mask` is set: a slice, which copies nothing, where they stand together."""
+def selection_of(mask: NDArray[np.bool_]) -> Selection:
+    """The cells where `mask` is set, which are at least one. Adjacent cells give a slice, which copies nothing."""
     where = np.flatnonzero(mask)
     if len(where) == int(where[-1]) - int(where[0]) + 1:
         return slice(int(where[0]), int(where[-1]) + 1)
@@ -129,13 +129,13 @@ def _piece(data: memoryview, state: KvState, n_stream: int, stream: Stream) -> P
 
 
 def value_type(ggml_type: int, element_bytes: int) -> np.dtype[Any]:
-    """Numpy's type for a value as `Block` has it; `element_bytes` is 0 where the state does not say."""
+    """Numpy's type of a value in a `Block`. `element_bytes` is 0 if the state does not contain it."""
     size = element_bytes or (1 if is_quantised(ggml_type) else ALL_TYPES[ggml_type].block_bytes)
     return np.dtype({1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}.get(size, f"V{size}"))
 
 
 def block_of(data: memoryview, rows: Rows, n_cells: int) -> Block:
-    """One layer's K or V as a view into `data`, by cell also where it stands transposed."""
+    """One layer's K or V as a view into `data`, by cell even if it is stored transposed."""
     kind = value_type(rows.ggml_type, rows.element_bytes)
     n_values = rows.row_bytes // kind.itemsize
     flat = np.frombuffer(data, dtype=kind, count=n_cells * n_values, offset=rows.offset)
@@ -144,7 +144,7 @@ def block_of(data: memoryview, rows: Rows, n_cells: int) -> Block:
 
 
 def assemble(pieces: Pieces) -> memoryview:
-    """The state that the parts are: the eight bytes before the body, and the body. Read-only."""
+    """The state made of these parts: the eight bytes before the body, and the body. Read-only."""
     out = np.empty(8 + sum(_size(cache, pieces) for cache in pieces.caches), dtype=np.uint8)
     struct.pack_into("<Ii", out.data, 0, kv_state.IO_MAGIC, pieces.seq_id)
     at = 8
@@ -199,9 +199,9 @@ def _write_block(out: NDArray[np.uint8], at: int, block: Block, n_cells: int, *,
     flat = out[at:end].view(kind)
     target = flat.reshape(n_values, n_cells).T if transposed else flat.reshape(n_cells, n_values)
     start = 0
-    for values, chosen in block.parts:
-        cells = values[chosen]
-        if cells.flags.c_contiguous and not transposed:  # as bytes: the rows need not stand on an even address
+    for values, selection in block.parts:
+        cells = values[selection]
+        if cells.flags.c_contiguous and not transposed:  # as bytes: the rows need not be aligned
             first = at + start * block.row_bytes
             out[first : first + cells.nbytes] = cells.reshape(-1).view(np.uint8)
         else:
@@ -211,7 +211,7 @@ def _write_block(out: NDArray[np.uint8], at: int, block: Block, n_cells: int, *,
 
 
 def _put(out: NDArray[np.uint8], at: int, values: NDArray[Any]) -> int:
-    """Writes an array's bytes at `at`; gives the byte behind them."""
+    """Writes an array's bytes at offset `at` and gives the offset behind them."""
     end = at + values.nbytes
     out[at:end] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     return end

@@ -1,4 +1,6 @@
-"""The engine's sequence state: where its cells and rows stand. Pure; learnt from llama.cpp's `llama_kv_cache::state_write`.
+"""Parse the engine's sequence state: the offsets of its cells and rows. Pure.
+
+Source: llama.cpp's `llama_kv_cache::state_write` (b11434, src/llama-kv-cache.cpp).
 
 Layout, little-endian, as `llama_state_seq_get_data` gives it for an ordinary attention cache:
 
@@ -10,8 +12,8 @@ Layout, little-endian, as `llama_state_seq_get_data` gives it for an ordinary at
         per layer V:  the same; transposed: i32 type, u32 element bytes, u32 n_embd, n_embd rows of n_cells elements
                       (absent for models that keep no V)
 
-Other models write several such caches one after the other, and behind or between them recurrent cells. docs/formats.md has
-all of it. Every count is bounded by the bytes that are there before anything is made for it.
+Other models write several such caches one after the other, with recurrent cells between or after them. docs/formats.md
+describes all of it. Every count is bounded by the size of the data before anything is allocated for it.
 """
 
 from __future__ import annotations
@@ -57,9 +59,9 @@ MAX_STREAMS = 256
 MAX_LAYERS = 1024
 MAX_CACHES = 3
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
-MAX_SHARED_CELLS = 1 << 20  # read one by one: a bound on time, not on memory
+MAX_SHARED_CELLS = 1 << 20  # read one by one: this bounds the time, not the memory
 
-# Every dialect that an engine is known to write. The extension got its third word (token id) with ggsq 3.
+# Every known dialect. The extension got its third word (token id) with ggsq 3.
 _DIALECTS = (
     Dialect(1, rotation_words=False),
     Dialect(1, rotation_words=True),
@@ -77,22 +79,22 @@ def prefix(seq_id: int = 0) -> bytes:
     return struct.pack("<Ii", IO_MAGIC, seq_id)
 
 
-# Where cells begin, how many, their size without ids -> their positions, where they end, and what is wrong with them.
+# Offset of the cells, their number, their size without ids -> their positions, the offset behind them, and what is wrong.
 OneByOne = dict[tuple[int, int, int], tuple[Positions, int, str]]
 
 
 class _Misfit(Exception):  # noqa: N818 - never leaves this module
-    """The bytes are not what this dialect says."""
+    """The bytes are not a state in the dialect that is tried."""
 
 
 def parse(state: memoryview) -> KvState:
-    """The places of all cells and rows of a sequence's state, behind its eight bytes of magic and sequence id.
+    """Parses a sequence's state: eight bytes of magic and sequence id, and the body.
 
-    Reads a few hundred bytes a layer, copies no row. Every known dialect is tried; one that does not end exactly at the last
-    byte does not count.
+    Reads a few hundred bytes per layer and copies no row. Tries every known dialect; a dialect fits only if the state ends
+    exactly at the last byte.
 
     Raises:
-        Unsupported: the bytes are no state of one sequence in a layout known here, or fit two of them.
+        Unsupported: the bytes are not a sequence's state in a known layout, or fit two layouts.
     """
     start = bytes(state[:4])
     if len(state) < PREFIX_BYTES or start != struct.pack("<I", IO_MAGIC):
@@ -106,38 +108,36 @@ def parse(state: memoryview) -> KvState:
 def parse_body(data: memoryview, at: int = 0, *, whole_context: bool = False) -> KvState:
     """As `parse`, for the body alone, from byte `at` to the end of `data`.
 
-    With `whole_context` it is the body of all sequences, as in a ggsn file: cells in any number of streams, each with the
-    ids of the sequences that it belongs to, or no cells at all.
+    With `whole_context`, the body is that of all sequences, as in a ggsn file: cells in any number of streams, or none at all.
+    Each cell has the ids of the sequences that it belongs to.
 
     Raises:
         Unsupported: as `parse`.
     """
-    found: list[KvState] = []
+    states: list[KvState] = []
     reasons: list[str] = []
     one_by_one: OneByOne = {}
     for dialect in _DIALECTS:
-        if found and dialect.n_stream == 0:
-            break  # with a few bytes of rows the oldest dialect, which has the fewest words to hold, fits by chance
+        if states and dialect.n_stream == 0:
+            break  # short rows fit the oldest dialect by chance: it has the fewest words to check
         try:
-            found.append(_Reader(data, at, dialect, whole_context, one_by_one).state())
+            states.append(_Reader(data, at, dialect, whole_context, one_by_one).state())
         except _Misfit as misfit:
             reasons.append(str(misfit))
-    if not found:
+    if not states:
         reason = "; or, with rotation words: ".join(reasons[:2])
         raise Unsupported(what="the layout of this state", reason=reason)
-    if len(found) > 1 and any(state.first is not None or state.recurrent for state in found):
-        fits = " and ".join(f"{state.memory} {state.dialect}" for state in found)
+    if len(states) > 1 and any(state.first is not None or state.recurrent for state in states):
+        fits = " and ".join(f"{state.memory} {state.dialect}" for state in states)
         raise Unsupported(what="the layout of this state", reason=f"it fits more than one: {fits}")
-    return found[0]
+    return states[0]
 
 
 class _Reader:
-    """A cursor that refuses to leave the buffer, and the grammar of one dialect."""
+    """A cursor that raises `_Misfit` instead of leaving the buffer, and the grammar of one dialect."""
 
     def __init__(self, data: memoryview, at: int, dialect: Dialect, whole_context: bool, one_by_one: OneByOne) -> None:
-        self.one_by_one = (
-            one_by_one  # shared by all attempts: they differ in what they make of the bytes behind the cells
-        )
+        self.one_by_one = one_by_one  # shared by all attempts: they differ only in the bytes behind the cells
         self.data = data
         self.at = at
         self.dialect = dialect
@@ -159,9 +159,9 @@ class _Reader:
         return KvState(caches=caches, recurrent=recurrent, cell_extension=self.dialect.cell_extension)
 
     def sections(self, before: tuple[Cache, ...]) -> tuple[tuple[Cache, ...], Recurrent | None]:
-        """What stands from here to the end. Whether a cache keeps V no word tells: both are tried, with V first."""
+        """The sections from here to the end. No word says whether a cache keeps V: both are tried, with V first."""
         start = self.at
-        reason = ""  # the words, not the exception: that would hold on to this frame, and with it the caller's buffer
+        reason = ""  # the text, not the exception, which would keep this frame and the caller's buffer alive
         for with_v in (True, False) if len(before) < MAX_CACHES else ():
             self.at = start
             try:
@@ -200,7 +200,7 @@ class _Reader:
         for index in range(max(n_stream, 1)):
             (n_cells,) = self.take("<I")
             if n_cells == 0 and n_stream:
-                continue  # before streams, layers and types stood there even without a cell
+                continue  # dialects without streams write layers and types even without a cell
             if streams and not self.whole_context:
                 raise _Misfit("cells in more than one stream")
             streams.append(self.stream(index, n_cells, with_v))
@@ -218,12 +218,12 @@ class _Reader:
             raise _Misfit(f"v_transposed {v_transposed}, {n_layer} layers")
         rotations = self.take("<II") if self.dialect.rotation_words else None
         k = tuple(self.rows(n_cells) for _ in range(n_layer))
-        v: tuple[Rows, ...] = ()
-        if with_v:
-            v = tuple(self.transposed(n_cells) if v_transposed else self.rows(n_cells) for _ in range(n_layer))
+        read_v = self.transposed if v_transposed else self.rows
+        v = tuple(read_v(n_cells) for _ in range(n_layer if with_v else 0))
         _require_one_type("K", k)
         _require_one_type("V", v)
-        if self.dialect.n_stream == 0 and not v_transposed and _all_f32(k, v) and (n_cells == 1 or self.whole_context):
+        may_be_recurrent = self.dialect.n_stream == 0 and (n_cells == 1 or self.whole_context)
+        if may_be_recurrent and not v_transposed and _all_f32(k, v):
             raise _Misfit("f32 rows of cells without streams are recurrent memory")
         return Stream(
             index=index,
@@ -238,7 +238,7 @@ class _Reader:
         )
 
     def cells(self, n_cells: int) -> tuple[int, Positions]:
-        """The cells of one sequence: one id each, or none in engines from before streams."""
+        """The cells of one sequence, with one id each, or none in dialects without streams."""
         ids = 1 if self.dialect.n_stream else 0
         words = self.words(n_cells, 2 + self.dialect.cell_extension // 4 + ids)
         if not (words[:, 1] == ids).all():
@@ -252,16 +252,16 @@ class _Reader:
         return np.frombuffer(self.data[start : self.at], dtype="<i4").reshape(n_cells, per_cell)
 
     def ragged_cells(self, n_cells: int) -> tuple[int, Positions]:
-        """The cells of a whole context, each with as many sequence ids as it says."""
+        """The cells of a whole context. Each has its own number of sequence ids."""
         start, fixed = self.at, 8 + self.dialect.cell_extension
         try:
             words = self.words(n_cells, fixed // 4 + 1)
-            if (words[:, 1] == 1).all():  # as good as always: one sequence
+            if (words[:, 1] == 1).all():  # nearly always: one sequence
                 return 1, words[:, 0].astype(np.int32)
         except _Misfit:
             pass
         self.at = start
-        self.skip((fixed + 4) * n_cells)  # so many bytes there must be, before a place is made for each cell
+        self.skip((fixed + 4) * n_cells)  # checks that the bytes exist before positions are allocated
         self.at = start
         if n_cells > MAX_SHARED_CELLS:
             raise _Misfit(f"{n_cells} cells of several sequences, at most {MAX_SHARED_CELLS} are read")
@@ -274,7 +274,7 @@ class _Reader:
         return -1, positions
 
     def cells_one_by_one(self, n_cells: int) -> tuple[Positions, int, str]:
-        """Positions, the byte behind the last cell, and what is wrong with them, if something is."""
+        """Positions, the offset behind the last cell, and what is wrong with the cells ("" if nothing is)."""
         positions = np.empty(n_cells, dtype=np.int32)
         try:
             for i in range(n_cells):
@@ -304,7 +304,7 @@ class _Reader:
     # -- recurrent memory --------------------------------------------------------------------------------------------
 
     def recurrent_and_rest(self, before: tuple[Cache, ...]) -> tuple[tuple[Cache, ...], Recurrent | None]:
-        """Recurrent cells to the end, or up to an indexer's cache behind them."""
+        """Recurrent cells, to the end or up to the cache of an indexer behind them."""
         if not before and self.dialect != _DIALECTS[0]:
             raise _Misfit("recurrent memory alone has but one dialect")
         (n_cells,) = self.take("<I")
@@ -332,14 +332,14 @@ class _Reader:
         return 0, words[:, 0].astype(np.int32)
 
     def recurrent_rows(self, n_cells: int) -> Rows:
-        """R or S of a layer, f32 in every model; S of models with nothing but short convolutions has rows of no bytes."""
+        """R or S of a layer, f32 in every model. In models with only short convolutions, the rows of S have no bytes."""
         ggml_type, row_bytes = self.take("<iQ")
         if ggml_type != _F32 or row_bytes % 4:
             raise _Misfit(f"recurrent rows of {row_bytes} bytes of {type_name(ggml_type)}")
         return Rows(ggml_type=ggml_type, row_bytes=row_bytes, offset=self.skip(n_cells * row_bytes))
 
     def indexer(self, before: tuple[Cache, ...]) -> Cache | None:
-        """A cache that reaches exactly to the end; the cursor stays where it was when there is none."""
+        """A cache that ends exactly at the last byte; None if there is none, and then the cursor does not move."""
         start = self.at
         for with_v in (False, True) if before and len(before) < MAX_CACHES else ():
             try:
@@ -353,7 +353,7 @@ class _Reader:
 
 
 def _require_one_type(part: str, rows: tuple[Rows, ...]) -> None:
-    """All layers of a cache have one type of K and one of V: that is how a cache is made (`llama_kv_cache`, type_k, type_v)."""
+    """Checks that all layers of a cache have the same type: `llama_kv_cache` takes one type_k and one type_v."""
     for layer, of_layer in enumerate(rows):
         if of_layer.ggml_type != rows[0].ggml_type:
             types = f"{type_name(of_layer.ggml_type)}, of layer 0 {type_name(rows[0].ggml_type)}"
@@ -361,7 +361,7 @@ def _require_one_type(part: str, rows: tuple[Rows, ...]) -> None:
 
 
 def _require_like(one: Stream, two: Stream) -> None:
-    """All streams of a cache are made alike; their rows, too."""
+    """Checks that two streams of a cache have the same types, rows, rotation and order of V."""
     for part in ("k", "v"):
         shapes = [[(r.ggml_type, r.row_bytes, r.element_bytes) for r in getattr(stream, part)] for stream in (one, two)]
         if shapes[0] != shapes[1]:
@@ -371,7 +371,7 @@ def _require_like(one: Stream, two: Stream) -> None:
 
 
 def _require_same_kind(one: Cache, two: Cache) -> None:
-    """Caches that keep V are of one kind (sliding window or not) and one type; an indexer's, without V, may be of another."""
+    """Checks that caches with V have the same types and streams. An indexer's cache, without V, may differ."""
     if not one.streams or not two.streams or not (one.streams[0].v and two.streams[0].v):
         return
     kinds = [(s.k[0].ggml_type, s.v[0].ggml_type, s.v_transposed) for s in (one.streams[0], two.streams[0])]

@@ -1,6 +1,6 @@
-"""ggml's number formats: names, blocks, and which of them can say "not a number". Pure.
+"""ggml's number formats: names, blocks, and where they can hold NaN or infinite values. Pure.
 
-Learnt from llama.cpp b11434, ggml/include/ggml.h (`enum ggml_type`) and ggml/src/ggml-common.h (the blocks' sizes).
+Sources: llama.cpp b11434, ggml/include/ggml.h (`enum ggml_type`) and ggml/src/ggml-common.h (the sizes of the blocks).
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 
 class GgmlType(NamedTuple):
-    """One type: its name, how many values a block holds, and how many bytes that block takes."""
+    """One type: its name, the number of values in a block, and the size of a block in bytes."""
 
     name: str
     block_values: int
     block_bytes: int
 
 
-# Numbers of types that were given up (4, 5, 31-33, 36-38) stand for nothing here.
+# ggml removed the types 4, 5, 31-33 and 36-38.
 ALL_TYPES = {
     0: GgmlType("f32", 1, 4),
     1: GgmlType("f16", 1, 2),
@@ -55,21 +55,22 @@ ALL_TYPES = {
     42: GgmlType("q2_0", 64, 18),
 }
 
-# The types that llama.cpp takes for a KV cache (common/arg.cpp, `kv_cache_types`).
+# The types that llama.cpp accepts for a KV cache (common/arg.cpp, `kv_cache_types`).
 GGML_TYPES = {number: ALL_TYPES[number] for number in (0, 1, 2, 3, 6, 7, 8, 20, 30)}
 
-# Float types: numpy's unsigned word of the same size, and the exponent's bits. All of them set means NaN or infinite.
+# Float types: numpy's unsigned word of the same size, and the bits of the exponent. If all of them are set, the value is NaN or
+# infinite.
 FLOAT_EXPONENTS = {0: ("<u4", 0x7F800000), 1: ("<u2", 0x7C00), 30: ("<u2", 0x7F80)}
 
-# Quantised types of a KV cache: how many f16 words stand at the head of each block (scale, and minimum where there is one).
+# Quantised types of a KV cache: the number of f16 words at the start of each block (scale, and minimum if there is one).
 SCALE_WORDS = {2: 1, 3: 2, 6: 1, 7: 2, 8: 1, 20: 1}
 
 
 def type_name(ggml_type: int) -> str:
-    """Ggml's name of a type's number; of one not known here, the number."""
+    """Ggml's name of a type; for an unknown type, its number."""
     return ALL_TYPES[ggml_type].name if ggml_type in ALL_TYPES else f"ggml type {ggml_type}"
 
 
 def is_quantised(ggml_type: int) -> bool:
-    """Whether a value of the type can only be read with the block it stands in. A type not known here counts as one."""
+    """Whether a value of the type can only be read together with its block. True for an unknown type."""
     return ggml_type not in ALL_TYPES or ALL_TYPES[ggml_type].block_values > 1

@@ -1,4 +1,4 @@
-"""Whether the numbers in a state can be numbers: NaN or Inf in one cell reaches every later prompt through attention. Pure."""
+"""Whether all values of a state are finite: NaN or Inf in one cell reaches every later prompt through attention. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from llama_ckpt.formats.kv.layout import KvState, Rows
 from llama_ckpt.formats.kv.types import ALL_TYPES, FLOAT_EXPONENTS, SCALE_WORDS, type_name
 
 _F16_EXPONENT = 0x7C00
-_AT_ONCE = 1 << 20  # values looked at in one go: a few MiB of scratch, however large the state
+_CHUNK_VALUES = 1 << 20  # checked at a time: a few MiB of scratch memory for a state of any size
 
 
 class BadValue(NamedTuple):
-    """The first value that is no finite number. `layer` counts over all caches, `cell` from 0 in its cache and stream."""
+    """The first value that is not finite. `layer` counts over all caches, `cell` from 0 in its cache and stream."""
 
     layer: int
     part: str
@@ -28,18 +28,18 @@ class BadValue(NamedTuple):
 
 
 def not_finite(state: memoryview) -> BadValue | None:
-    """The first layer, part ("K", "V", or "R/S" of recurrent memory) and cell with a NaN or an infinite value; else None.
+    """The first layer, part ("K", "V", or "R/S" of recurrent memory) and cell with a NaN or infinite value; else None.
 
-    Looks at every value of f32, f16 and bf16 rows, and at the f16 scales of quantised ones. Values of other types pass.
+    Checks every value of f32, f16 and bf16 rows, and the f16 scales of quantised rows. Values of other types pass.
 
     Raises:
-        Unsupported: the bytes are no sequence's state in a layout known here.
+        Unsupported: the bytes are not a sequence's state in a known layout.
     """
     return first_not_finite(state, kv_state.parse(state))
 
 
 def first_not_finite(data: memoryview, state: KvState) -> BadValue | None:
-    """As `not_finite`, for bytes that were parsed already (a body, or a whole context's)."""
+    """As `not_finite`, for bytes that were parsed already: a state, a body, or the body of a whole context."""
     for layer, part, rows, n_cells in _all_rows(state):
         cell = _first_bad_cell(data, rows, n_cells)
         if cell is not None:
@@ -47,14 +47,14 @@ def first_not_finite(data: memoryview, state: KvState) -> BadValue | None:
     return None
 
 
-def types_not_looked_at(state: KvState) -> list[str]:
-    """Ggml's names of the types in a state of which no value is known to be none."""
+def unchecked_types(state: KvState) -> list[str]:
+    """Ggml's names of the types in a state whose values `not_finite` does not check."""
     numbers = {rows.ggml_type for _, _, rows, _ in _all_rows(state)}
     return sorted(type_name(number) for number in numbers - FLOAT_EXPONENTS.keys() - SCALE_WORDS.keys())
 
 
-def told(state: KvState, bad: BadValue) -> str:
-    """A bad value for people: with the token's position, where one stream of cells holds all of its layer."""
+def describe(state: KvState, bad: BadValue) -> str:
+    """A bad value as text, with the token's position if its cache has exactly one stream with cells."""
     first_layer = 0
     for cache in state.caches:
         n_layer = len(cache.streams[0].k) if cache.streams else 0
@@ -65,7 +65,7 @@ def told(state: KvState, bad: BadValue) -> str:
 
 
 def _all_rows(state: KvState) -> Iterator[tuple[int, str, Rows, int]]:
-    """Every layer's rows, with K before V, and how many cells they have."""
+    """Layer, part, rows and number of cells of every layer, K before V."""
     layer = 0
     for cache in state.caches:
         for stream in cache.streams:
@@ -102,8 +102,8 @@ def _first_bad_cell(data: memoryview, rows: Rows, n_cells: int) -> int | None:
 def _search(data: memoryview, offset: int, count: int, kind: str, exponent: int) -> int | None:
     """The index of the first of `count` floats whose exponent is all ones."""
     values = np.frombuffer(data, dtype=kind, count=count, offset=offset)
-    for start in range(0, count, _AT_ONCE):
-        bad = _all_ones(values[start : start + _AT_ONCE], exponent)
+    for start in range(0, count, _CHUNK_VALUES):
+        bad = _all_ones(values[start : start + _CHUNK_VALUES], exponent)
         if bad.any():
             return start + int(bad.argmax())
     return None
@@ -113,8 +113,8 @@ def _search_scales(data: memoryview, offset: int, n_blocks: int, block_bytes: in
     """The index of the first of `n_blocks` blocks with a scale or minimum (f16, at its head) that is not finite."""
     blocks = np.frombuffer(data, dtype=np.uint8, count=n_blocks * block_bytes, offset=offset)
     heads = blocks.reshape(n_blocks, block_bytes)[:, : 2 * words]
-    for start in range(0, n_blocks, _AT_ONCE):
-        scales = np.ascontiguousarray(heads[start : start + _AT_ONCE]).view("<u2")
+    for start in range(0, n_blocks, _CHUNK_VALUES):
+        scales = np.ascontiguousarray(heads[start : start + _CHUNK_VALUES]).view("<u2")
         bad = _all_ones(scales, _F16_EXPONENT).any(axis=1)
         if bad.any():
             return start + int(bad.argmax())

@@ -1,0 +1,60 @@
+"""Which file system holds a path, by Linux's list of mounts: SQLite needs a local one, and `doctor` reports the store's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_MOUNTINFO = Path("/proc/self/mountinfo")
+# File systems on which SQLite's write-ahead log cannot work: its shared memory needs one machine.
+NETWORK = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "9p",
+    "afs",
+    "ceph",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "glusterfs",
+    "fuse.sshfs",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A mounted file system: its mount point, type, source, and the options of mount and file system together."""
+
+    point: Path
+    kind: str
+    source: str
+    options: frozenset[str]
+
+
+def read_mountinfo() -> str:
+    """The text of /proc/self/mountinfo; "" on systems without it."""
+    return _MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape") if _MOUNTINFO.exists() else ""
+
+
+def mount_of(path: Path, mountinfo: str) -> Mount | None:
+    """The mount that holds an absolute path, by the text of mountinfo (format: proc(5)); None if it is unknown."""
+    best: Mount | None = None
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, of_file_system = before.split(), after.split()
+        if len(fields) < 6 or len(of_file_system) < 2:
+            continue
+        point = Path(_unescape(fields[4]))
+        # Of two mounts on one point, the later one is visible.
+        if path.is_relative_to(point) and (best is None or len(point.parts) >= len(best.point.parts)):
+            options = ",".join([fields[5], *of_file_system[2:3]]).split(",")
+            best = Mount(point, of_file_system[0], _unescape(of_file_system[1]), frozenset(options))
+    return best
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), text)
