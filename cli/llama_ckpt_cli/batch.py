@@ -181,7 +181,7 @@ class Run:
 
         for line in lines:
             waiting.append(line)
-            yield BatchInput(given="" if line.given is None else line.given, label=line.label)
+            yield BatchInput(prompt="" if line.given is None else line.given, label=line.label)
 
     def _count_saves(self, records: list[BatchRecord]) -> list[BatchRecord]:
         """Counts the saves that have ended, and gives the records whose save has not."""

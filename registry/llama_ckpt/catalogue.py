@@ -1,4 +1,4 @@
-"""`Catalogue`: what a registry knows of its checkpoints and does with them where no engine is needed."""
+"""`Catalogue`: the part of a registry that needs no engine: find, list, pin, remove and flatten checkpoints."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import re
 from collections.abc import Sequence
 
 from llama_ckpt.checkpoints import flatten as flattening
-from llama_ckpt.checkpoints import search as finding
-from llama_ckpt.checkpoints.register import clean_name
+from llama_ckpt.checkpoints import search
+from llama_ckpt.checkpoints.inputs import ResolvedInput, clean_name
 from llama_ckpt.checkpoints.search import MatchQuery
 from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import marks, rows, usage
 from llama_ckpt.engine import Vocabulary
 from llama_ckpt.errors import BadInput, NotFound
-from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, hash_input
+from llama_ckpt.fingerprint import Input, TokenIds
 from llama_ckpt.values import Checkpoint, Fingerprint, MatchResult, RegisteredModel, StaleReason, Stats, Status
 
-_MARKED_AT_ONCE = 2000
+_MARKED_AT_ONCE = 2000  # rows in one transaction
 _ID_PREFIX = re.compile(r"[0-9a-f]{4,32}")
 
 
 class Catalogue:
-    """The rows of a registry: found, listed, pinned, removed, made whole. `Registry` is one."""
+    """The checkpoints of a registry: find, list, pin, remove, flatten. `Registry` is one."""
 
     def __init__(self, context: RegistryContext) -> None:
         self.context = context
@@ -29,11 +29,14 @@ class Catalogue:
         self.store = context.store
         self.registry_id = context.registry_id
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(database={self.database.shown_url!r}, store={str(self.store.root)!r})"
+
     # -- find ----------------------------------------------------------------------------------------------------------
 
     def match(
         self,
-        given: Input,
+        prompt: Input,
         *,
         fingerprint: Fingerprint | None = None,
         token_ids: Sequence[int] | TokenIds | None = None,
@@ -41,28 +44,30 @@ class Catalogue:
         model: str | None = None,
         weights: bytes | None = None,
     ) -> MatchResult:
-        """Says which checkpoint serves an input: the same input, by its hash; else, where its token ids are at hand, the one
-        that begins with the most tokens like it. They are at hand if they are the input, if `token_ids` gives them, or
-        `vocabulary` (an engine is one) can; it also gives the text where an input and the checkpoint part.
+        """Finds the checkpoint that serves a prompt: one of exactly this prompt, by its hash; else the one that shares the
+        longest prefix of tokens with it. A prefix is looked for if the token ids are known: the prompt is token ids,
+        `token_ids` gives those of a text, or `vocabulary` (an engine is one) computes them. The vocabulary also gives the
+        text at which prompt and checkpoint differ.
 
-        The state must fit `fingerprint` (an engine's); or belong to a registered model's name, or to `weights` (SHA-256);
-        without any of them every model counts, by prefix the first 16. The same input is found in the database alone. By prefix
-        the heads of at most 16 files a model are read, and a checkpoint whose file is found missing or damaged goes STALE. A
-        database or store that fails gives `FAILED`, never an exception. docs/matching.md has the promise.
+        The state must fit `fingerprint` (an engine's), or belong to the registered model with the name `model` or to `weights`
+        (SHA-256, 32 raw bytes). Without any of them all models count; a prefix is looked for in the first 16. Exactly this
+        prompt is found in the database alone. For a prefix the start of at most 16 files a model is read, and a checkpoint whose
+        file is missing or damaged is made STALE. If database or store fail the outcome is `FAILED`, and nothing is raised.
+        docs/matching.md says which checkpoint is found.
 
         Raises:
-            BadInput: the input is empty or no input.
+            BadInput: the prompt is empty, or neither text nor token ids.
         """
-        question = MatchQuery(
-            input_hash=hash_input(given),
-            given=given,
-            token_ids=None if token_ids is None else as_token_ids(token_ids),
-            vocabulary=vocabulary,
+        resolved = ResolvedInput(prompt, vocabulary, token_ids=token_ids)
+        query = MatchQuery(
+            input_hash=resolved.input_hash,
+            prompt=resolved,
+            text_of=None if vocabulary is None else vocabulary.text_of,
             fingerprint=fingerprint,
             model=model,
             weights=weights,
         )
-        return finding.match(self.context, question)
+        return search.match(self.context, query)
 
     def match_hash(
         self,
@@ -72,24 +77,24 @@ class Catalogue:
         model: str | None = None,
         weights: bytes | None = None,
     ) -> MatchResult:
-        """As `match`, for an input of which only the SHA-256 is known (32 raw bytes): the same input or nothing.
+        """As `match`, for a prompt of which only the input hash is known (SHA-256, 32 raw bytes): finds exactly this prompt only.
 
         Raises:
             BadInput: not 32 bytes.
         """
         if len(input_hash) != 32:
             raise BadInput(what="input hash", value=input_hash.hex(), reason="a SHA-256 has 32 bytes (64 hex digits)")
-        question = MatchQuery(input_hash=input_hash, fingerprint=fingerprint, model=model, weights=weights)
-        return finding.match(self.context, question)
+        query = MatchQuery(input_hash=input_hash, fingerprint=fingerprint, model=model, weights=weights)
+        return search.match(self.context, query)
 
     # -- care ----------------------------------------------------------------------------------------------------------
 
     def get(self, checkpoint_id: str) -> Checkpoint:
-        """One checkpoint, by its id or the beginning of it (at least 4 hex digits).
+        """One checkpoint, by its id or the first digits of it (at least 4 hex digits).
 
         Raises:
             NotFound: there is none.
-            BadInput: no id, or several begin like this.
+            BadInput: not an id, or several ids start with these digits.
         """
         wanted = checkpoint_id.lower()
         if not _ID_PREFIX.fullmatch(wanted):
@@ -115,7 +120,7 @@ class Catalogue:
         label: str | None = None,
         at_most: int | None = None,
     ) -> list[Checkpoint]:
-        """Checkpoints, newest first."""
+        """The checkpoints with this status, model name and label, newest first, `at_most` so many; None does not filter."""
         if any(text is not None and clean_name(text) != text for text in (model_name, label)):
             return []  # no row can have such a name
         return self.database.query(
@@ -123,19 +128,19 @@ class Catalogue:
         )
 
     def clock_us(self) -> int:
-        """The database's clock, by which all times of rows are told: microseconds since 1970."""
+        """The database's clock, which all times in rows are from: microseconds since 1970-01-01 UTC."""
         return self.database.query(rows.clock_us)
 
     def models(self) -> tuple[RegisteredModel, ...]:
-        """The models that were ever saved for."""
+        """All models for which a checkpoint was ever saved."""
         return tuple(self.database.query(rows.models))
 
     def stats(self) -> Stats:
-        """Totals, recounted from the rows."""
+        """Totals over all checkpoints, counted from the rows at this call."""
         return self.database.query(usage.stats)
 
     def pin(self, checkpoint_id: str) -> Checkpoint:
-        """Shields a checkpoint from prune, gc and remove.
+        """Protects a checkpoint from prune, gc and remove.
 
         Raises:
             NotFound, BadInput: as `get`.
@@ -143,7 +148,7 @@ class Catalogue:
         return self._set_pinned(checkpoint_id, True)
 
     def unpin(self, checkpoint_id: str) -> Checkpoint:
-        """Takes a pin away.
+        """Removes a pin.
 
         Raises:
             NotFound, BadInput: as `get`.
@@ -157,10 +162,10 @@ class Catalogue:
         return self.get(row.id)
 
     def remove(self, checkpoint_id: str) -> Checkpoint:
-        """Makes a checkpoint STALE, so that it is offered no more; gc frees its file after the grace.
+        """Makes a checkpoint STALE: it is not found any more, and gc deletes its file after the grace period.
 
         Raises:
-            NotFound, BadInput: as `get`; or it is pinned.
+            NotFound, BadInput: as `get`; or it is pinned, or an ACTIVE delta needs it.
         """
         row = self.get(checkpoint_id)
         with self.database.write() as db:
@@ -171,32 +176,33 @@ class Catalogue:
                 raise BadInput(
                     what="checkpoint",
                     value=row.id,
-                    reason="a delta needs it: remove that first, or make it whole with: llama-ckpt flatten ID",
+                    reason="a delta needs it: remove that first, or make it complete with: llama-ckpt flatten ID",
                 )
             marks.mark_stale(db, row, StaleReason.REMOVED)
         return self.get(row.id)
 
     def parent_of(self, row: Checkpoint) -> Checkpoint:
-        """What a delta stands on.
+        """The parent of a delta.
 
         Raises:
-            NotFound: it is no delta, or both are gone.
+            NotFound: it is not a delta, or both rows are gone.
         """
         with self.database.read() as db:
             parent = None if row.parent_no is None else rows.by_number(db, row.parent_no)
         if parent is None:
-            raise NotFound(what="parent of checkpoint", name=row.id, hint="It is whole, or was collected meanwhile.")
+            raise NotFound(what="parent of checkpoint", name=row.id, hint="It has no parent, or was deleted meanwhile.")
         return parent
 
     def flatten(self, checkpoint_id: str) -> Checkpoint:
-        """Makes a delta whole: it gets a file with all of its cells, and what it stood on can be removed. One that is whole stays
-        as it is. Interrupted, it is a delta or whole, and at most a file without a row is left for gc.
+        """Rewrites a delta as a complete file with all of its cells, so that the checkpoints it depends on can be removed. A
+        checkpoint that is no delta stays as it is. Interrupted, it is as before or flattened, and at most a file without a row
+        is left for gc.
 
         Raises:
             NotFound, BadInput: as `get`; or it is STALE.
-            CorruptFile, FileMissing, UnsafePath: a file of it or of what it stands on is no good.
-            Incompatible, Unsupported: its files were written by engines whose states cannot be made one: restore it and save it.
-            StoreFull, StoreUnavailable: the new file cannot be written, or others cannot be read.
+            CorruptFile, FileMissing, UnsafePath: one of its files, or of its parents', is damaged or missing.
+            Incompatible, Unsupported: its files were written by engines whose states cannot be joined: restore it and save it.
+            StoreFull, StoreUnavailable: the new file cannot be written, or the old ones cannot be read.
             Conflict: it was flattened meanwhile, or went STALE.
             DatabaseUnavailable: the database failed.
         """
@@ -208,8 +214,8 @@ class Catalogue:
         return self.get(row.id)
 
     def report_bad(self, checkpoint_id: str) -> Checkpoint:
-        """Makes a checkpoint STALE that passed every check but did not work, so that it is not offered again and the next
-        save of its input writes a new one.
+        """Makes a checkpoint STALE that passed every check but did not work: it is not found again, and the next save of its
+        prompt writes a new one.
 
         Raises:
             NotFound, BadInput: as `get`.
@@ -219,8 +225,8 @@ class Catalogue:
         return self.get(row.id)
 
     def invalidate(self, fingerprint: Fingerprint | bytes) -> int:
-        """Makes all checkpoints of a fingerprint STALE, and says how many. In batches, so that others write meanwhile;
-        interrupted, those that are marked are marked.
+        """Makes all checkpoints of a fingerprint (or of its digest) STALE, and returns how many. It works in batches, so that
+        others can write in between; interrupted, the batches so far stay marked.
 
         Raises:
             DatabaseUnavailable: the database failed.

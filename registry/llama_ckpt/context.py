@@ -1,4 +1,4 @@
-"""What one registry consists of, handed to the services that work on it."""
+"""`RegistryContext`: what one registry consists of. Everything that works on a registry takes it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ log = logging.getLogger("llama_ckpt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistryContext:
-    """A database, a store, and where counts and steps are told. `hook` hears the name of each step that a crash could
-    follow; tests stop there. `policy` limits what saves may take. `block_size` is that of the prefix hashes, stored with the
-    registry; `min_match_tokens` the count below which a shared prefix is no match; `delta_depth` how many checkpoints a delta may
-    stand on, 0 for no deltas.
+    """The database and the store of a registry, and its settings.
+
+    `metrics` gets the counts. `hook` is called with the name of each step that a crash could follow, for tests. `policy` has the
+    limits that saves keep to. `block_size` is the number of token ids in a block of the prefix hashes, stored with the registry.
+    A shared prefix of fewer than `min_match_tokens` tokens is no match. A delta depends on at most `delta_depth` other
+    checkpoints; 0 for no deltas.
     """
 
     database: Database
@@ -38,26 +40,27 @@ class RegistryContext:
     delta_depth: int = DEFAULT_DELTA_DEPTH
 
     def require_store(self) -> None:
-        """Holds the store to its marker before an absent file is taken for a lost one: an unmounted folder, or a wrong one,
-        has none of our files, and nothing may be concluded from it.
+        """Requires the store's marker. Call it before you take an absent file for a lost one: a folder that is not mounted, or
+        another one, has none of the files either.
 
         Raises:
-            StoreUnavailable: the store bears no marker, or another registry's.
+            StoreUnavailable: the store contains no marker, or another registry's.
         """
         self.store.require_owner(self.registry_id, unmarked=False)
 
     def chain(self, row: Checkpoint) -> list[Checkpoint]:
-        """What a checkpoint's cells are in: for a delta what it stands on, the full one first, and itself at the end.
+        """The rows whose files contain a checkpoint's cells: the parents of a delta, the complete one first, and itself last.
 
         Raises:
-            DatabaseUnavailable: what a delta stands on cannot be looked up.
+            DatabaseUnavailable: the parents of a delta cannot be looked up.
+            FileMissing: a parent's row is gone.
         """
         if row.parent_no is None:
             return [row]
         return [*self.database.query(lambda db: rows.ancestors(db, row)), row]
 
     def condemn(self, row: Checkpoint, error: LlamaCkptError) -> None:
-        """Makes a row STALE if what went wrong with it says that it may not be offered again.
+        """Makes a row STALE if the error shows that it must not be offered again; else does nothing.
 
         Raises:
             DatabaseUnavailable: the row cannot be written.
@@ -66,7 +69,7 @@ class RegistryContext:
             self.make_stale(row, reason, str(error))
 
     def make_stale(self, row: Checkpoint, reason: StaleReason, why: str) -> None:
-        """Makes a row STALE, if it is not so already, and says so in the log.
+        """Makes a row STALE and logs it, unless it is STALE already.
 
         Raises:
             DatabaseUnavailable: the row cannot be written.
@@ -79,7 +82,7 @@ class RegistryContext:
 
 
 def _stale_for(error: LlamaCkptError) -> StaleReason | None:
-    """Why a row that failed so may not be offered again. What does not fit this engine may fit another."""
+    """Why a row with this error must not be offered again. One that does not fit this engine may fit another: None."""
     match error:
         case FileMissing():
             return StaleReason.MISSING

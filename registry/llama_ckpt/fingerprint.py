@@ -1,4 +1,4 @@
-"""Identity: what an input is called, and what decides whether KV bytes may be reused (DESIGN: identity). Pure."""
+"""Identity: the hashes of inputs and token ids, and the fingerprint that decides whether KV bytes may be reused. Pure."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _MEANING = {
 def fingerprint(fields: Mapping[str, FieldValue]) -> Fingerprint:
     """The fingerprint of `fields`: SHA-256 of their canonical JSON (sorted keys, no spaces, UTF-8) with a schema number.
 
-    A field stands in `fields` only when it is set, so that a field added later leaves old fingerprints as they were.
+    `fields` contains only fields that are set, so a field that is added later does not change old fingerprints.
 
     Raises:
-        BadInput: `fields` has no "weights", or a value that JSON cannot say (NaN, bytes).
+        BadInput: `fields` has no "weights", or a value that JSON cannot represent (NaN, bytes).
     """
     named: dict[str, FieldValue] = {"schema": SCHEMA, **fields}
     if "weights" not in named:
@@ -41,10 +41,10 @@ def fingerprint(fields: Mapping[str, FieldValue]) -> Fingerprint:
 
 
 def canonical_json(fields: Mapping[str, FieldValue]) -> bytes:
-    """The one spelling of `fields` that is hashed.
+    """The JSON text of `fields` that is hashed: sorted keys, no spaces, UTF-8.
 
     Raises:
-        BadInput: a value that JSON cannot say (NaN, bytes).
+        BadInput: a value that JSON cannot represent (NaN, bytes).
     """
     try:
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -54,27 +54,29 @@ def canonical_json(fields: Mapping[str, FieldValue]) -> bytes:
 
 
 def weights_digest(shard_digests: Sequence[bytes]) -> bytes:
-    """One SHA-256 for a model: that of its file, or of the concatenated digests of its shards in order."""
+    """One SHA-256 for a model, 32 raw bytes: that of its file, or of the concatenated digests of its shards in order."""
     if len(shard_digests) == 1:
         return shard_digests[0]
     return hashlib.sha256(b"".join(shard_digests)).digest()
 
 
 def differences(saved: Mapping[str, FieldValue], now: Mapping[str, FieldValue]) -> tuple[Difference, ...]:
-    """The fields that keep two fingerprints apart, in the order a person would ask for them."""
-    keys = [k for k in (*_MEANING, *sorted(saved.keys() | now.keys())) if _spelt(saved.get(k)) != _spelt(now.get(k))]
+    """The fields in which two fingerprints differ, the most telling first."""
+    keys = [
+        k for k in (*_MEANING, *sorted(saved.keys() | now.keys())) if _canonical(saved.get(k)) != _canonical(now.get(k))
+    ]
     return tuple(
-        Difference(field=_MEANING.get(k, k), saved=_say(saved.get(k)), now=_say(now.get(k)))
+        Difference(field=_MEANING.get(k, k), saved=_shown(saved.get(k)), now=_shown(now.get(k)))
         for k in dict.fromkeys(keys)
     )
 
 
-def _spelt(value: FieldValue | None) -> str:
-    """As it is hashed: to Python true is 1, to a digest it is not."""
+def _canonical(value: FieldValue | None) -> str:
+    """The value as it is hashed. Python takes True for 1; the hash does not."""
     return json.dumps(value, sort_keys=True)
 
 
-def _say(value: FieldValue | None) -> str:
+def _shown(value: FieldValue | None) -> str:
     match value:
         case None:
             return "not set"
@@ -86,60 +88,68 @@ def _say(value: FieldValue | None) -> str:
             return str(value)
 
 
-def hash_input(given: Input) -> bytes:
-    """The input hash: SHA-256 of a text's exact UTF-8 bytes, or of token ids as little-endian int32.
+def hash_input(prompt: Input) -> bytes:
+    """The input hash, 32 raw bytes: SHA-256 of a text's exact UTF-8 bytes, or of token ids as little-endian int32.
 
     For a text it equals `sha256sum` of a file with the same bytes.
 
     Raises:
-        BadInput: an empty input, a text that UTF-8 cannot hold, or an id outside int32.
+        BadInput: an empty input, a text that UTF-8 cannot encode, or a token id outside int32.
     """
-    if isinstance(given, str):
-        return hashlib.sha256(text_bytes(given)).digest()
-    return tokens_hash(as_token_ids(given))
+    if isinstance(prompt, str):
+        return hashlib.sha256(text_bytes(prompt)).digest()
+    return tokens_hash(as_token_ids(prompt))
 
 
 def text_bytes(text: str) -> bytes:
-    """The UTF-8 bytes of an input text. What is wrong with one is told without quoting it.
+    """The UTF-8 bytes of an input text. An error does not quote the text, which may be confidential.
 
     Raises:
-        BadInput: it is empty, or UTF-8 cannot hold it.
+        BadInput: it is empty, or UTF-8 cannot encode it.
     """
     if not text:
         raise BadInput(what="input text", value=text, reason="it is empty")
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        told = f"{len(text)} characters"
-        reason = f"character {error.start} is a lone surrogate, which UTF-8 cannot say"
-        raise BadInput(what="input text", value=told, reason=reason) from None
+        value = f"{len(text)} characters"
+        reason = f"character {error.start} is a lone surrogate, which UTF-8 cannot encode"
+        raise BadInput(what="input text", value=value, reason=reason) from None
 
 
-def as_token_ids(given: Sequence[int] | NDArray[np.integer]) -> TokenIds:
-    """`given` as a one-dimensional int32 array, shape `[n_tokens]`.
+def as_token_ids(values: Sequence[int] | NDArray[np.integer]) -> TokenIds:
+    """`values` as a one-dimensional int32 array, shape `[n_tokens]`.
 
     Raises:
         BadInput: no ids, not whole numbers, or an id outside 0 .. 2**31-1.
     """
-    if isinstance(given, bytes | bytearray | memoryview):
-        raise BadInput(what="input", value=f"{len(given)} bytes", reason="give a str or token ids; decode bytes first")
+    if isinstance(values, bytes | bytearray | memoryview):
+        raise BadInput(what="input", value=f"{len(values)} bytes", reason="give a str or token ids; decode bytes first")
     try:
-        wide = np.asarray(given)
+        wide = np.asarray(values)
     except (ValueError, OverflowError) as error:
-        raise BadInput(what="token ids", value=_shape(given), reason=str(error)) from error
+        raise BadInput(what="token ids", value=_shape(values), reason=str(error)) from error
     if wide.ndim != 1 or wide.size == 0:
-        raise BadInput(what="token ids", value=_shape(given), reason="need a flat sequence of at least one id")
+        raise BadInput(what="token ids", value=_shape(values), reason="need a flat sequence of at least one id")
     if wide.dtype.kind not in "iu":
-        raise BadInput(what="token ids", value=_shape(given), reason="ids are whole numbers")
+        raise BadInput(what="token ids", value=_shape(values), reason="ids are whole numbers")
     if int(wide.min()) < 0 or int(wide.max()) > 0x7FFFFFFF:
-        raise BadInput(what="token ids", value=_shape(given), reason="an id is outside 0 .. 2147483647")
+        raise BadInput(what="token ids", value=_shape(values), reason="an id is outside 0 .. 2147483647")
     return np.ascontiguousarray(wide, dtype=np.int32)
 
 
-def _shape(given: object) -> str:
-    """What was given, without its content: an input may be confidential."""
-    length = f" of {len(given)}" if hasattr(given, "__len__") else ""
-    return f"{type(given).__name__}{length}"
+def _shape(value: object) -> str:
+    """Type and length of a value. Its content is left out, because an input may be confidential."""
+    length = f" of {len(value)}" if hasattr(value, "__len__") else ""
+    return f"{type(value).__name__}{length}"
+
+
+def common_prefix(one: TokenIds, other: TokenIds) -> int:
+    """The number of token ids that two sequences share at their start, which is also the index of the first that differs."""
+    n = min(len(one), len(other))
+    differ = one[:n] != other[:n]
+    first = int(differ.argmax()) if n else 0
+    return first if n and differ[first] else n
 
 
 def tokens_hash(token_ids: TokenIds) -> bytes:
@@ -148,12 +158,13 @@ def tokens_hash(token_ids: TokenIds) -> bytes:
 
 
 def tokens_hashes(token_ids: TokenIds, lengths: Iterable[int]) -> dict[int, bytes]:
-    """`tokens_hash` of the beginnings of these lengths, in one pass."""
-    data, so_far, at, found = _id_bytes(token_ids), hashlib.sha256(), 0, {}
+    """`tokens_hash` of the prefixes of these lengths, in one pass."""
+    data, so_far, at = _id_bytes(token_ids), hashlib.sha256(), 0
+    hashes: dict[int, bytes] = {}
     for n in sorted(lengths):
         so_far.update(data[_ID_SIZE * at : _ID_SIZE * n])
-        found[n], at = so_far.copy().digest(), n
-    return found
+        hashes[n], at = so_far.copy().digest(), n
+    return hashes
 
 
 def active_key(fingerprint_digest: bytes, input_hash: bytes) -> bytes:
@@ -162,9 +173,9 @@ def active_key(fingerprint_digest: bytes, input_hash: bytes) -> bytes:
 
 
 def prefix_hashes(fingerprint_digest: bytes, token_ids: TokenIds, block_size: int) -> list[bytes]:
-    """The chained hashes of the full blocks of `block_size` token ids, 16 raw bytes each: hash i is the beginning of
-    SHA-256(hash i-1 ‖ ids of block i as little-endian int32), and the fingerprint's digest stands before the first. So a hash
-    says which tokens a state begins with, and of which model (docs/matching.md).
+    """The chained hashes of the full blocks of `block_size` token ids, 16 raw bytes each: hash i is the first 16 bytes of
+    SHA-256(hash i-1 ‖ ids of block i as little-endian int32). The fingerprint's digest takes the place of hash -1. So a hash
+    identifies all tokens up to the end of its block, and the model (docs/matching.md).
     """
     data, step = _id_bytes(token_ids), _ID_SIZE * block_size
     hashes, last = [], fingerprint_digest
@@ -175,8 +186,8 @@ def prefix_hashes(fingerprint_digest: bytes, token_ids: TokenIds, block_size: in
 
 
 def end_hashes(before: bytes, token_ids: TokenIds) -> list[bytes]:
-    """The hashes that checkpoints have which end inside a block: after its first token, its second and so on. `before` is the
-    prefix hash of the blocks before it, or the fingerprint's digest; `token_ids` are the block's.
+    """The end hashes of checkpoints that end inside a block: after its first token, after its second and so on. `before` is the
+    prefix hash of the block before, or the fingerprint's digest for the first block; `token_ids` are those of the block.
     """
     data, so_far, hashes = _id_bytes(token_ids), hashlib.sha256(before), []
     for start in range(0, len(data), _ID_SIZE):
@@ -186,9 +197,9 @@ def end_hashes(before: bytes, token_ids: TokenIds) -> list[bytes]:
 
 
 def flight_key(fingerprint_digest: bytes, token_ids: TokenIds, n_known: int, block_size: int) -> bytes:
-    """What stands for the evaluation of an input of which a registry has the first `n_known` tokens, fewer than all: SHA-256 of
-    the prefix hash of the first block that it has not in full, or of the input's end if that comes first; 32 raw bytes. So all
-    inputs that go on with the same block have the same key (docs/single-flight.md).
+    """The claim key for the evaluation of an input of which a registry has the first `n_known` tokens (fewer than all): SHA-256
+    of the prefix hash of the first block that the registry does not have in full, or of the end hash if the input ends
+    before that; 32 raw bytes. So all inputs that continue with the same block have the same key (docs/single-flight.md).
     """
     end = (n_known // block_size + 1) * block_size
     hashes = prefix_hashes(fingerprint_digest, token_ids[:end], block_size)
@@ -198,18 +209,18 @@ def flight_key(fingerprint_digest: bytes, token_ids: TokenIds, n_known: int, blo
 
 
 def links_of(row: Checkpoint, token_ids: TokenIds, block_size: int) -> list[PrefixLink]:
-    """The links of a checkpoint: its full blocks and its end, as far as its own file covers them. A delta also links the last
-    block's edge at or before its `start_token`, so that it is found among those that share what is before; the blocks below
-    are its parent's. `token_ids` are all of the checkpoint's, from position 0 on; shape `[n_tokens]`.
+    """The links of a checkpoint: the full blocks that its own file covers, and its end. A delta also links the block boundary at
+    or just below its `start_token`, so that a prefix search that stops there finds it; its parent links the lower blocks.
+    `token_ids` are all of the checkpoint's, from position 0 on; shape `[n_tokens]`.
     """
     hashes = prefix_hashes(row.fingerprint, token_ids, block_size)
-    ends = [(block_size * (i + 1), found) for i, found in enumerate(hashes)]
+    ends = [(block_size * (i + 1), prefix_hash) for i, prefix_hash in enumerate(hashes)]
     if tail := len(token_ids) % block_size:
         before = hashes[-1] if hashes else row.fingerprint
         ends.append((len(token_ids), end_hashes(before, token_ids[-tail:])[-1]))
     return [
-        PrefixLink(prefix_hash=found, n_tokens=end, file_tokens=row.n_tokens, ckpt_no=row.ckpt_no)
-        for end, found in ends
+        PrefixLink(prefix_hash=prefix_hash, n_tokens=end, file_tokens=row.n_tokens, ckpt_no=row.ckpt_no)
+        for end, prefix_hash in ends
         if end >= row.start_token // block_size * block_size
     ]
 

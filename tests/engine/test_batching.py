@@ -21,7 +21,7 @@ QUESTIONS = [
     "Is it wet?",
     "Why?",
 ]
-INPUTS = [f"{SHARED}MatchQuery: {question} Answer:" for question in QUESTIONS]
+INPUTS = [f"{SHARED}Question: {question} Answer:" for question in QUESTIONS]
 
 
 @pytest.fixture(scope="module")

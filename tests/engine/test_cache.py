@@ -12,7 +12,9 @@ import pytest
 from support import child
 
 from llama_ckpt.engine.cache import LlamaCkptCache
+from llama_ckpt.engine.held import n_reusable
 from llama_ckpt.errors import DatabaseUnavailable, EngineFailed
+from llama_ckpt.fingerprint import as_token_ids
 from llama_ckpt.retention.policy import Policy
 from llama_ckpt.values import MemoryKind, Outcome, SaveOutcome
 
@@ -73,10 +75,8 @@ def test_of_memory_that_cannot_be_cut_prompt_and_answer_are_saved_and_only_the_w
     assert row.n_tokens == llama.n_tokens > n_tokens(engine)
     assert "not saved" not in caplog.text
     held = engine.held_token_ids().tolist()
-    cache._asked = [*held, 5]
-    assert cache._n_held() == len(held)
-    cache._asked = [*held[:-3], 5]
-    assert cache._n_held() == 0
+    assert n_reusable(engine, as_token_ids([*held, 5]), 0) == len(held)
+    assert n_reusable(engine, as_token_ids([*held[:-3], 5]), 0) == 0
 
 
 def test_a_completion_is_the_same_without_with_and_from_the_cache(registry, engine, llama, evaluated, counters):

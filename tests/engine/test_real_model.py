@@ -446,3 +446,9 @@ def test_positions_of_an_image_are_not_taken_for_the_tokens_of_an_earlier_prompt
     warmed = registry.warm(again, earlier)
     assert (warmed.n_kept, warmed.n_evaluated) == (20, 40)
     assert registry.restore(engine, earlier).outcome is Outcome.HIT
+
+
+def test_an_engine_is_printed_in_one_line_with_its_model_and_what_it_holds(engine):
+    engine.evaluate(np.arange(1, 8, dtype=np.int32))
+    name, n_ctx = engine.model_name, engine.n_ctx
+    assert str(engine) == f"LlamaCppEngine({name!r}, full memory, holds 7 of {n_ctx} tokens)"

@@ -10,8 +10,9 @@ import pytest
 from support import samples
 from support.planted import as_dialect, payload_of, replant
 
-from llama_ckpt.checkpoints import restore as restoring
-from llama_ckpt.checkpoints.restore import RestoreOptions
+from llama_ckpt.checkpoints import search
+from llama_ckpt.checkpoints.inputs import ResolvedInput
+from llama_ckpt.checkpoints.restore import restore_found
 from llama_ckpt.errors import BadInput, EngineFailed, EngineStateMismatch, Incompatible
 from llama_ckpt.formats.kv import edit as kv_edit
 from llama_ckpt.formats.kv import state as kv_state
@@ -56,10 +57,14 @@ def held_and_next(engine):
 
 
 def matched(row, n_matching):
-    """A match that answers with this row, whatever is asked."""
-    return lambda *_, **__: MatchResult(
-        outcome=Outcome.HIT, reason="planted", input_hash=b"", checkpoint=row, n_matching=n_matching
-    )
+    """The answer that names this row."""
+    return MatchResult(outcome=Outcome.HIT, reason="planted", input_hash=b"", checkpoint=row, n_matching=n_matching)
+
+
+@pytest.fixture
+def find_always(monkeypatch):
+    """Lets every search find the same."""
+    return lambda match: monkeypatch.setattr(search, "find", lambda *_: match)
 
 
 # -- a checkpoint that is longer, shorter, or goes on otherwise ------------------------------------------------------------
@@ -73,7 +78,7 @@ def test_the_beginning_of_a_longer_checkpoint_continues_as_the_cold_run(load, re
     _, expected = cold(engine, ids[:n])
     row = saved_of(registry, engine, ids)
     engine._forget(clear_data=True)
-    back = restoring.restore(registry.context, engine, ids[:n], matched(row, n), RestoreOptions())
+    back = restore_found(registry.context, engine, ResolvedInput(ids[:n]), matched(row, n))
     assert (back.outcome, back.n_restored, back.n_evaluated) == (Outcome.HIT, n - 1, 1)
     assert engine.held_token_ids().tolist() == ids[:n].tolist()
     assert greedy(engine, ids[:n]) == expected
@@ -82,14 +87,14 @@ def test_the_beginning_of_a_longer_checkpoint_continues_as_the_cold_run(load, re
 @pytest.mark.parametrize("options", KINDS)
 @pytest.mark.parametrize("n", [1, 2, 3, 33, 59])
 def test_warm_evaluates_only_what_a_shorter_checkpoint_lacks_and_continues_as_the_cold_run(
-    load, registry, options, n, monkeypatch
+    load, registry, options, n, find_always
 ):
     engine = load(**options)
     ids = input_of(engine, 60)
     _, expected = cold(engine, ids)
     row = saved_of(registry, engine, ids[:n])
     engine._forget(clear_data=True)
-    monkeypatch.setattr(registry, "match", matched(row, n))
+    find_always(matched(row, n))
     back = registry.restore(engine, ids)
     assert (back.outcome, back.n_restored, back.n_evaluated) == (Outcome.HIT, n, 0)
     assert engine.held_token_ids().tolist() == ids[:n].tolist()
@@ -102,14 +107,14 @@ def test_warm_evaluates_only_what_a_shorter_checkpoint_lacks_and_continues_as_th
     assert registry.get(row.id).status is Status.ACTIVE
 
 
-def test_a_checkpoint_that_goes_on_otherwise_gives_its_common_beginning(engine, registry, monkeypatch):
+def test_a_checkpoint_that_goes_on_otherwise_gives_its_common_beginning(engine, registry, find_always):
     ids = input_of(engine, 60)
     other = ids.copy()
     other[20:] = ids[19:59]
     _, expected = cold(engine, ids)
     row = saved_of(registry, engine, other)
     engine._forget(clear_data=True)
-    monkeypatch.setattr(registry, "match", matched(row, 20))
+    find_always(matched(row, 20))
     warmed = registry.warm(engine, ids)
     assert (warmed.n_restored, warmed.n_evaluated) == (20, 40)
     assert greedy(engine, ids) == expected
@@ -121,7 +126,7 @@ def test_a_match_of_more_tokens_than_are_alike_is_found_out_by_the_token_ids(eng
     other[20:] = ids[19:59]
     row = saved_of(registry, engine, other)
     before = held_and_next(engine)
-    back = restoring.restore(registry.context, engine, ids, matched(row, 21), RestoreOptions())
+    back = restore_found(registry.context, engine, ResolvedInput(ids), matched(row, 21))
     assert back.outcome is Outcome.NO_MATCH
     assert "other tokens from token 20 on" in back.reason
     assert held_and_next(engine) == before
@@ -331,12 +336,12 @@ def test_layers_are_not_put_into_the_state_of_other_tokens(engine, registry):
     assert registry.get(row.id).hit_count == 0
 
 
-def test_layers_of_a_shorter_checkpoint_do_not_fit_a_longer_state(engine, registry, monkeypatch):
+def test_layers_of_a_shorter_checkpoint_do_not_fit_a_longer_state(engine, registry, find_always):
     ids = input_of(engine, 40)
     row = saved_of(registry, engine, ids[:30])
     engine.evaluate(ids)
     before = held_and_next(engine)
-    monkeypatch.setattr(registry, "match", matched(row, 30))
+    find_always(matched(row, 30))
     back = registry.restore(engine, ids, layers=[0])
     assert back.outcome is Outcome.NO_MATCH
     assert "positions 0 to 39 (40 cells) here, 0 to 29" in back.reason

@@ -94,7 +94,7 @@ def test_a_save_that_fails_does_not_end_the_generation_and_is_told(registry, eng
             if token == 1006:
                 monkeypatch.undo()
     assert isinstance(autosave.problem, StoreFull)
-    assert "24 tokens were not saved, what generates them goes on" in caplog.text
+    assert "24 tokens were not saved, the generation continues" in caplog.text
     assert (lengths(registry), autosave.saved.outcome) == ([28, 30], SaveOutcome.SAVED)
 
 

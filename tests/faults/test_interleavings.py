@@ -165,7 +165,7 @@ def test_a_delta_that_is_purged_while_it_is_restored_is_no_match(registry, delta
 
 def test_an_input_whose_delta_is_purged_while_it_is_saved_again_is_saved_anew(registry, delta, monkeypatch):
     engine, ids, row = delta
-    real = Registry(registry.context).context.__class__.chain
+    real = type(registry.context).chain
 
     def purged(context, of):
         with monkeypatch.context() as patch:

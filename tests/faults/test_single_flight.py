@@ -260,7 +260,7 @@ def test_a_limit_that_is_no_time_is_refused(registry, wait_s):
 
 def test_a_holder_that_shows_progress_keeps_its_claim_and_a_silent_one_gets_more_patience(registry, clock):
     flight = SingleFlight(registry.context, 300)
-    assert not flight.enter(KEY)
+    assert not flight.should_compute(KEY)
 
     def seconds_left():
         with registry.database.read() as db:
@@ -280,10 +280,10 @@ def test_a_holder_that_shows_progress_keeps_its_claim_and_a_silent_one_gets_more
 
 def test_a_holder_whose_claim_was_taken_over_goes_on_without(registry):
     flight = SingleFlight(registry.context, 300)
-    assert not flight.enter(KEY)
+    assert not flight.should_compute(KEY)
     expire(registry)
     assert claim(registry, KEY)
-    flight.renew(at_once=True)
+    flight.renew(force=True)
     flight.leave()
     assert claims(registry) == [NOT_MINE]
     drop(registry, KEY)

@@ -171,7 +171,7 @@ def test_the_engine_holds_each_input_when_its_record_comes_and_may_be_used(regis
 
 
 def test_an_input_has_its_own_label_and_a_shared_prefix_that_of_the_batch(registry, engine):
-    inputs = [BatchInput(given=INPUTS[0], label="mine"), INPUTS[1]]
+    inputs = [BatchInput(prompt=INPUTS[0], label="mine"), INPUTS[1]]
     list(registry.batch(engine, inputs, save="full", label="all"))
     assert {row.label for row in registry.list()} == {"mine", "all"}
     list(registry.batch(TokenEngine(weights="cd" * 32), inputs, save="prefix", label="all"))
@@ -332,7 +332,7 @@ def test_a_save_that_failed_keeps_no_state_alive(registry, engine, monkeypatch):
         (None, "flat sequence"),
         ([-1], "outside"),
         (list(range(600)), "the context has 512"),
-        (BatchInput(given=[1, 2], label=""), "label"),
+        (BatchInput(prompt=[1, 2], label=""), "label"),
     ],
     ids=["empty", "nothing", "no token id", "too long", "bad label"],
 )

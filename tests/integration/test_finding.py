@@ -572,7 +572,7 @@ def test_a_deltas_token_ids_come_from_its_parents_files_too(registry, save, find
 
 
 def test_a_question_without_an_input_has_no_token_ids():
-    assert MatchQuery(input_hash=bytes(32)).ids() is None
+    assert MatchQuery(input_hash=bytes(32)).token_ids() is None
 
 
 @pytest.mark.parametrize("question", ["newest", "by input", "sharing", "ending"])

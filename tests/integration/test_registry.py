@@ -576,3 +576,11 @@ def test_a_store_of_another_registry_is_refused(tmp_path, engine):
         first.save(engine, "one")
     with pytest.raises(StoreUnavailable, match="belongs to registry"):
         Registry.open(f"sqlite:///{tmp_path}/other.sqlite3", tmp_path / "a")
+
+
+def test_a_registry_is_printed_in_one_line_without_a_password_and_without_a_query(registry, monkeypatch):
+    monkeypatch.setattr(type(registry.database), "read", lambda _: pytest.fail("it asked the database"))
+    shown = str(registry)
+    monkeypatch.undo()
+    assert shown == f"Registry(database={registry.database.shown_url!r}, store={str(registry.store.root)!r})"
+    assert "\n" not in shown

@@ -97,5 +97,11 @@ class CausalEngine:
             progress(min(start + self.n_batch, n), n)
         self.held, self.state, self.n_loaded = token_ids, state_of(token_ids), 0
 
+    def next_token(self):
+        return int(self.held[-1]) + 1, 1.0
+
+    def embedding(self):
+        return None
+
     def forget(self):
         self.held, self.state, self.n_loaded = NOTHING, b"", 0

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from llama_ckpt.checkpoints.match import CandidateTokens, by_prefix, common_prefix, decide, why_not_whole
-from llama_ckpt.fingerprint import fingerprint, tokens_hash
+from llama_ckpt.checkpoints.match import CandidateTokens, by_prefix, decide, why_not_same_input
+from llama_ckpt.fingerprint import common_prefix, fingerprint, tokens_hash
 from llama_ckpt.values import Checkpoint, Divergence, MemoryKind, ModelDimensions, Outcome, RegisteredModel
 
 INPUT = b"\x11" * 32
@@ -189,10 +189,10 @@ def test_a_divergence_is_told_by_its_index_with_the_text_on_both_sides():
 
 
 @pytest.mark.parametrize("kind", [MemoryKind.SWA, MemoryKind.RECURRENT, MemoryKind.HYBRID])
-def test_the_row_of_the_whole_input_serves_it_only_if_it_can_be_cut_and_is_of_its_tokens(kind):
+def test_the_row_of_the_whole_input_serves_it_only_if_it_can_be_truncated_and_is_of_its_tokens(kind):
     ids = np.array([1, 2, 3], dtype=np.int32)
     mine = dataclasses.replace(row("a", 3), memory_kind=MemoryKind.FULL, tokens_hash=tokens_hash(ids))
-    assert why_not_whole(mine, ids) is None
-    assert why_not_whole(mine, None) is None
-    assert "other token ids" in why_not_whole(mine, ids[:2])
-    assert "cannot be cut" in why_not_whole(dataclasses.replace(mine, memory_kind=kind), None)
+    assert why_not_same_input(mine, tokens_hash(ids)) is None
+    assert why_not_same_input(mine, None) is None
+    assert "other token ids" in why_not_same_input(mine, tokens_hash(ids[:2]))
+    assert "cannot be cut" in why_not_same_input(dataclasses.replace(mine, memory_kind=kind), None)

@@ -1,6 +1,6 @@
-"""What of a state is stored already: the checkpoint that a new one can stand on, and from which cell on it differs.
+"""How much of a state is stored already: the parent that a new checkpoint can have, and the first cell that differs from it.
 
-Cells are compared, not assumed: two evaluations of the same tokens can differ in the last bits when they were batched otherwise.
+Cells are compared, not assumed equal: two evaluations of the same tokens can differ in the last bits if their batches differed.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
-from llama_ckpt.checkpoints import search as finding
-from llama_ckpt.checkpoints.read import Asked, Reading, cells_of
+from llama_ckpt.checkpoints import search
+from llama_ckpt.checkpoints.captured import CapturedState
+from llama_ckpt.checkpoints.inputs import ResolvedInput
+from llama_ckpt.checkpoints.read import CellRequest, ChainReader
 from llama_ckpt.checkpoints.search import MatchQuery
 from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import rows
-from llama_ckpt.engine import HeldState
 from llama_ckpt.errors import (
     CorruptFile,
     DatabaseUnavailable,
@@ -25,21 +26,22 @@ from llama_ckpt.errors import (
     UnsafePath,
     Unsupported,
 )
-from llama_ckpt.fingerprint import TokenIds, tokens_hash
 from llama_ckpt.formats.kv import edit as kv_edit
-from llama_ckpt.values import Checkpoint, MemoryKind, Outcome, Status
+from llama_ckpt.values import Checkpoint, MatchResult, Outcome, Status
 
 log = logging.getLogger("llama_ckpt")
 
-_MOST_TURNS = 64  # that are looked back for what an input goes on from: each is a look-up
-MIN_SHARE = 0.25  # of its tokens; a delta that spares less is written full, and restores without a second file
+_MAX_EXTENDS_STEPS = 64  # how far to follow `extends_no`; each step is one query
+MIN_SHARE = 0.25  # of the tokens. A delta that spares less is written in full, and restores without a second file
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaPlan:
-    """Where a new checkpoint belongs among those that are stored: the one that it stands on and the position of its first own
-    cell, if it is to be a delta; the number of the longest one that all of its tokens begin with, and of a longer one that
-    begins with all of its own.
+    """The relations of a new checkpoint to those that are stored.
+
+    If it is to be a delta, `parent` is its parent and `start_token` the position of its first own cell. `extends_no` is the
+    number of the longest checkpoint whose tokens are all a prefix of its own; `extended_by_no` that of a longer checkpoint that
+    starts with all of its tokens.
     """
 
     parent: Checkpoint | None = None
@@ -48,58 +50,63 @@ class DeltaPlan:
     extended_by_no: int | None = None
 
 
-def plan_delta(
-    context: RegistryContext, engine: HeldState, token_ids: TokenIds, state: memoryview, besides: Checkpoint | None
-) -> DeltaPlan:
-    """The place of a state of these tokens, not standing on `besides`. It is no delta where nothing like it is stored, its cells
-    are not the same, too few are, or the chain would be too long. A stored file that is found missing or damaged on
-    the way goes STALE; any other trouble only means that nothing is shared.
+def plan_delta(context: RegistryContext, captured: CapturedState, replaced: Checkpoint | None) -> DeltaPlan:
+    """The relations of a state that is to be saved instead of the row `replaced`, if there is one, which cannot be its parent.
+
+    It is no delta if nothing like it is stored, its cells are not equal, too few are, or the chain would be too long. A stored
+    file that is found missing or damaged on the way makes its row STALE; after any other error nothing is shared.
     """
-    if engine.memory_kind is not MemoryKind.FULL:
-        return DeltaPlan()
+    token_ids = captured.token_ids
     share = math.ceil(MIN_SHARE * len(token_ids))
-    question = MatchQuery(
-        input_hash=tokens_hash(token_ids),
-        token_ids=token_ids,
-        fingerprint=engine.fingerprint,
-        at_least=max(context.min_match_tokens, min(context.block_size, share)),
-    )
-    if len(token_ids) < question.at_least:
+    at_least = max(context.min_match_tokens, min(context.block_size, share))
+    if not captured.can_be_truncated or len(token_ids) < at_least:
         return DeltaPlan()
-    found = finding.match(context, question)
-    row = found.checkpoint
-    if found.outcome is not Outcome.HIT or row is None:
+    nearest = _nearest(context, captured, at_least)
+    row, n_matching = nearest.checkpoint, nearest.n_matching
+    if nearest.outcome is not Outcome.HIT or row is None:
         return DeltaPlan()
     try:
-        place = DeltaPlan(
-            extends_no=_extended(context, row, min(found.n_matching, len(token_ids) - 1)),
-            extended_by_no=row.ckpt_no if row.n_tokens > found.n_matching == len(token_ids) else None,
+        plan = DeltaPlan(
+            extends_no=_extended(context, row, min(n_matching, len(token_ids) - 1)),
+            extended_by_no=row.ckpt_no if row.n_tokens > n_matching == len(token_ids) else None,
         )
-        if context.delta_depth and found.n_matching >= share and (besides is None or row.id != besides.id):
-            n_shared = _n_equal(context, engine, row, token_ids[: found.n_matching], state)
+        if context.delta_depth and n_matching >= share and (replaced is None or row.id != replaced.id):
+            n_shared = _n_equal(context, captured, row, n_matching)
             if n_shared >= max(context.min_match_tokens, share):
-                return _on(context, row, n_shared, place)
+                return _with_parent(context, plan, row, n_shared)
     except (Incompatible, Unsupported, StoreUnavailable, DatabaseUnavailable) as error:
         log.info("nothing is shared with checkpoint %s: %s", row.id, error)
         return DeltaPlan()
-    return place
+    return plan
 
 
-def _on(context: RegistryContext, row: Checkpoint, n_shared: int, place: DeltaPlan) -> DeltaPlan:
-    """A place on the lowest of a row's chain whose own file has the cell before the first own one: what stands above it is not
-    needed.
+def _nearest(context: RegistryContext, captured: CapturedState, at_least: int) -> MatchResult:
+    """The checkpoint that shares the most tokens with the state, at least so many; a miss need not be explained."""
+    prompt = ResolvedInput(captured.token_ids)
+    query = MatchQuery(
+        input_hash=prompt.input_hash,
+        prompt=prompt,
+        fingerprint=captured.engine.fingerprint,
+        at_least=at_least,
+    )
+    return search.find(context, query)
+
+
+def _with_parent(context: RegistryContext, plan: DeltaPlan, row: Checkpoint, n_shared: int) -> DeltaPlan:
+    """The plan with the lowest row of a chain as parent whose own file has the cell before the first own one. The rows above it
+    are not needed.
     """
-    below = [one for one in context.chain(row) if one.start_token < n_shared]
+    below = [member for member in context.chain(row) if member.start_token < n_shared]
     if len(below) > context.delta_depth:
-        return place
-    return replace(place, parent=below[-1], start_token=n_shared)
+        return plan
+    return replace(plan, parent=below[-1], start_token=n_shared)
 
 
 def _extended(context: RegistryContext, row: Checkpoint, n_tokens: int) -> int | None:
-    """The number of the longest ACTIVE checkpoint whose tokens are the first ones, at most `n_tokens`, of `row`; None also where
-    that lies many turns back.
+    """The number of the longest ACTIVE checkpoint, among `row` and those that it extends, with at most `n_tokens` tokens; None if
+    there is none, or it is too many steps away.
     """
-    for _ in range(_MOST_TURNS):
+    for _ in range(_MAX_EXTENDS_STEPS):
         if row.n_tokens <= n_tokens and row.status is Status.ACTIVE:
             return row.ckpt_no
         number = row.extends_no
@@ -110,13 +117,13 @@ def _extended(context: RegistryContext, row: Checkpoint, n_tokens: int) -> int |
     return None
 
 
-def _n_equal(context: RegistryContext, engine: HeldState, row: Checkpoint, shared: TokenIds, state: memoryview) -> int:
-    """How many cells of a checkpoint are those of the state, bit for bit, among those of the tokens that both have."""
-    reading = Reading(row)
-    asked = Asked(begins_with=shared, n_tokens=row.n_tokens)
+def _n_equal(context: RegistryContext, captured: CapturedState, row: Checkpoint, n_matching: int) -> int:
+    """The number of cells, among those of the `n_matching` shared tokens, that a checkpoint and the state have bit for bit."""
+    reader = ChainReader(context, row)
+    request = CellRequest(begins_with=captured.token_ids[:n_matching], n_tokens=row.n_tokens)
     try:
-        with cells_of(context, engine, row, asked, reading) as cells:
-            return min(len(shared), kv_edit.equal_cells(state, cells.state))
+        with reader.cells(captured.engine, request) as cells:
+            return min(n_matching, kv_edit.equal_cells(captured.payload, cells.state))
     except (CorruptFile, FileMissing, UnsafePath) as error:
-        context.condemn(reading.row, error)
+        context.condemn(reader.current, error)
         return 0

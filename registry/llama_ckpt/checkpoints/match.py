@@ -1,6 +1,7 @@
 """Which checkpoint serves an input: the decisions, each with its reason. Pure.
 
-By input hash a whole input is recognised; by token ids, which have the last word, whatever begins like it.
+The input hash finds a checkpoint of exactly this input; token ids find those that share a prefix with it. Where both are known,
+the token ids decide.
 """
 
 from __future__ import annotations
@@ -8,16 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llama_ckpt.fingerprint import TokenIds, differences, tokens_hash
-from llama_ckpt.values import (
-    Checkpoint,
-    Divergence,
-    Fingerprint,
-    MatchResult,
-    MemoryKind,
-    Outcome,
-    RegisteredModel,
-)
+from llama_ckpt.fingerprint import TokenIds, differences
+from llama_ckpt.values import Checkpoint, Divergence, Fingerprint, MatchResult, Outcome, RegisteredModel
 
 _AROUND = 8  # tokens whose text is shown on either side of a divergence
 
@@ -26,8 +19,8 @@ TextOf = Callable[[TokenIds], str]
 
 @dataclass(frozen=True, slots=True)
 class CandidateTokens:
-    """A checkpoint and all of its token ids, as its file has them; shape `[n_tokens]`. The input begins with the first
-    `n_matching` of them.
+    """A checkpoint and all of its token ids, as stored in its file; shape `[n_tokens]`. The first `n_matching` of them are those
+    of the input.
     """
 
     row: Checkpoint
@@ -43,8 +36,8 @@ def decide(
 ) -> MatchResult:
     """The answer for one input hash.
 
-    `usable` are the rows that may serve it, best first; `others` are rows of the same input under other fingerprints, which
-    explain a miss: the one with the fewest differing fields is named as the nearest.
+    `usable` are the rows that can serve it, best first. `others` are rows of the same input under other fingerprints; they
+    explain a miss: the one with the fewest differing fields is reported as the nearest.
     """
     if usable:
         best = usable[0]
@@ -76,30 +69,22 @@ def decide(
     )
 
 
-def why_not_whole(row: Checkpoint, token_ids: TokenIds | None) -> str | None:
-    """Why the row of an input's own hash cannot serve it all the same; None when it can. `token_ids` are the input's, None
-    where they are not known.
+def why_not_same_input(row: Checkpoint, tokens_hash: bytes | None) -> str | None:
+    """Why a row with the same input hash still cannot serve this input, or None if it can. `tokens_hash` is that of the input's
+    token ids, None if they are not known or need not be compared.
     """
-    if row.memory_kind is not MemoryKind.FULL:
-        return _uncuttable(row)
-    if token_ids is not None and row.tokens_hash != tokens_hash(token_ids):
+    if not row.memory_kind.can_be_truncated:
+        return _cannot_be_cut(row)
+    if tokens_hash is not None and row.tokens_hash != tokens_hash:
         return "the checkpoint of this input is of other token ids than it has now"
     return None
 
 
-def common_prefix(one: TokenIds, other: TokenIds) -> int:
-    """How many token ids two sequences begin with alike."""
-    n = min(len(one), len(other))
-    differ = one[:n] != other[:n]
-    first = int(differ.argmax()) if n else 0
-    return first if n and differ[first] else n
-
-
 def n_usable(row: Checkpoint, n_matching: int, n_tokens: int) -> int:
-    """How many cells of a checkpoint serve an input of `n_tokens` that begins with `n_matching` tokens like it. Only a full
-    attention cache can be cut; any other is used whole or not at all, and must leave a token to evaluate.
+    """The number of cells of a checkpoint that serve an input of `n_tokens` tokens, of which the first `n_matching` match. Only
+    a full attention cache can be cut. Any other state serves as a whole or not at all, and must leave a token to evaluate.
     """
-    if row.memory_kind is MemoryKind.FULL:
+    if row.memory_kind.can_be_truncated:
         return n_matching
     return n_matching if n_matching == row.n_tokens < n_tokens else 0
 
@@ -107,51 +92,45 @@ def n_usable(row: Checkpoint, n_matching: int, n_tokens: int) -> int:
 def by_prefix(
     input_hash: bytes,
     token_ids: TokenIds,
-    heads: Sequence[CandidateTokens],
+    candidates: Sequence[CandidateTokens],
     min_tokens: int,
     text_of: TextOf | None = None,
 ) -> MatchResult:
-    """The answer for an input's token ids: of `heads` the one that begins with the most tokens like the input and can be used.
+    """The answer for an input's token ids: the candidate that shares the most tokens at its start and can be used.
 
-    Of equal ones the shortest checkpoint is taken, and of equally long ones the one that was saved first. Fewer tokens than
-    `min_tokens` are no match, except of a checkpoint of the very same two or more tokens. `text_of` gives the text of
-    token ids, for the explanation.
+    Among equals the shortest checkpoint is taken, then the one that was saved first. A shared prefix of fewer than `min_tokens`
+    tokens is no match, unless the checkpoint has exactly the input's tokens and they are two or more. `text_of` gives the text
+    of token ids, for the explanation.
     """
     n = len(token_ids)
-    found = [head for head in heads if head.n_matching]
-    if not found:
+    best = _best(candidates, n)
+    if best is None:
         reason = "no checkpoint begins like this input"
         return MatchResult(outcome=Outcome.NO_MATCH, reason=reason, input_hash=input_hash, n_tokens=n)
-
-    def rank(head: CandidateTokens) -> tuple[int, int, int, int]:
-        return (-n_usable(head.row, head.n_matching, n), -head.n_matching, head.row.n_tokens, head.row.ckpt_no)
-
-    best = min(found, key=rank)
-    n_matching = best.n_matching
-    told = MatchResult(
-        outcome=Outcome.NO_MATCH,
-        reason=_why_not(best.row, n_matching, n, min_tokens),
+    row, n_matching = best.row, best.n_matching
+    is_hit = _is_useful(row, n_matching, n, min_tokens)
+    return MatchResult(
+        outcome=Outcome.HIT if is_hit else Outcome.NO_MATCH,
+        reason=_why(row, n_matching, n) if is_hit else _why_not(row, n_matching, n, min_tokens),
         input_hash=input_hash,
-        nearest=best.row,
+        checkpoint=row if is_hit else None,
+        nearest=None if is_hit else row,
         n_matching=n_matching,
+        n_reusable=min(n_matching, n - 1) if is_hit else 0,
         n_tokens=n,
         divergence=_divergence(token_ids, best.token_ids, n_matching, text_of),
     )
-    if not _useful(best.row, n_matching, n, min_tokens):
-        return told
-    return MatchResult(
-        outcome=Outcome.HIT,
-        reason=_why(best.row, n_matching, n),
-        input_hash=input_hash,
-        checkpoint=best.row,
-        n_matching=n_matching,
-        n_reusable=min(n_matching, n - 1),
-        n_tokens=n,
-        divergence=told.divergence,
-    )
 
 
-def _useful(row: Checkpoint, n_matching: int, n_tokens: int, min_tokens: int) -> bool:
+def _best(candidates: Sequence[CandidateTokens], n_tokens: int) -> CandidateTokens | None:
+    def rank(candidate: CandidateTokens) -> tuple[int, int, int, int]:
+        row, n_matching = candidate.row, candidate.n_matching
+        return (-n_usable(row, n_matching, n_tokens), -n_matching, row.n_tokens, row.ckpt_no)
+
+    return min((candidate for candidate in candidates if candidate.n_matching), key=rank, default=None)
+
+
+def _is_useful(row: Checkpoint, n_matching: int, n_tokens: int, min_tokens: int) -> bool:
     usable = n_usable(row, n_matching, n_tokens)
     return usable >= min_tokens or 1 < usable == n_tokens == row.n_tokens
 
@@ -168,12 +147,12 @@ def _why(row: Checkpoint, n_matching: int, n_tokens: int) -> str:
 
 def _why_not(row: Checkpoint, n_matching: int, n_tokens: int, min_tokens: int) -> str:
     if n_matching >= min_tokens and n_usable(row, n_matching, n_tokens) == 0:
-        return _uncuttable(row)
+        return _cannot_be_cut(row)
     tokens = "1 token" if n_matching == 1 else f"{n_matching} tokens"
     return f"the nearest checkpoint begins with {tokens} of the input; fewer than {min_tokens} are no match"
 
 
-def _uncuttable(row: Checkpoint) -> str:
+def _cannot_be_cut(row: Checkpoint) -> str:
     return (
         f"the nearest checkpoint is of {row.memory_kind} memory, which cannot be cut: it serves only inputs that begin with "
         "all of it and go on"
@@ -181,7 +160,7 @@ def _uncuttable(row: Checkpoint) -> str:
 
 
 def _divergence(one: TokenIds, other: TokenIds, at: int, text_of: TextOf | None) -> Divergence | None:
-    """Where two sequences part; None where one of them only ends earlier."""
+    """Where two sequences differ first; None if one of them only ends earlier."""
     if at == min(len(one), len(other)):
         return None
     if text_of is None:

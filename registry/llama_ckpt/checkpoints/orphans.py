@@ -11,7 +11,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from llama_ckpt import formats
-from llama_ckpt.checkpoints.register import SaveOptions, clean_name, row_of
+from llama_ckpt.checkpoints.inputs import SaveOptions, clean_name
+from llama_ckpt.checkpoints.register import row_of
 from llama_ckpt.checkpoints.search import token_ids_of
 from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import rows
@@ -108,7 +109,14 @@ def registrable(
     if start:
         parent, parent_ids = _parent(context, file, name, planned)
         token_ids = np.concatenate([_shared_prefix(file, name, parent, parent_ids), token_ids])
-    new = row_of(header, checkpoint_id, model_name, MemoryKind(kind), token_ids, options)
+    new = row_of(
+        header,
+        checkpoint_id=checkpoint_id,
+        model_name=model_name,
+        memory_kind=MemoryKind(kind),
+        token_ids=token_ids,
+        options=options,
+    )
     if parent is not None:
         parent_no = parent.ckpt_no if isinstance(parent, Checkpoint) else None
         extends_no = parent_no if start == parent.n_tokens else None

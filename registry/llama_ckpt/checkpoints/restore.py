@@ -1,21 +1,23 @@
-"""Restoring, warming, merging: lease, open, verify, and only then the engine; what became of it is recorded as the lease ends."""
+"""Restore and merge: lease the row, open and verify its files, and only then touch the engine. The result is recorded with the
+end of the lease.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from llama_ckpt.checkpoints.read import Asked, Cells, Reading, cells_of, other_mode
-from llama_ckpt.checkpoints.save import token_ids_of
+from llama_ckpt.checkpoints import search
+from llama_ckpt.checkpoints.inputs import ResolvedInput
+from llama_ckpt.checkpoints.read import CellRequest, Cells, ChainReader, leased, other_mode
+from llama_ckpt.checkpoints.search import MatchQuery
 from llama_ckpt.context import RegistryContext
-from llama_ckpt.db import leases, usage
 from llama_ckpt.engine import Engine
 from llama_ckpt.errors import (
     BadInput,
-    Conflict,
     CorruptFile,
     DatabaseUnavailable,
     EngineStateMismatch,
@@ -26,32 +28,33 @@ from llama_ckpt.errors import (
     Unsupported,
     without_frames,
 )
-from llama_ckpt.fingerprint import Input, TokenIds, hash_input, tokens_hash
+from llama_ckpt.fingerprint import TokenIds, common_prefix
 from llama_ckpt.formats.kv import edit as kv_edit
-from llama_ckpt.metrics import Event
 from llama_ckpt.values import Checkpoint, MatchResult, MergeResult, Outcome, RestoreResult
 
 log = logging.getLogger("llama_ckpt")
 
-_MORE_TRIES = 3
+# Each candidate costs the read and the check of its files. If so many in a row are unusable, it is not one damaged file: the
+# disk or the model has changed, and to evaluate the input is faster than to try the rest.
+MAX_CANDIDATES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreOptions:
-    """How a restore is to be made, as `Registry.restore` describes it. `layers` None: all of them."""
+    """The options of `Registry.restore`. `layers` None means all of them."""
 
     layers: frozenset[int] | None = None
     check_values: bool = False
     transpose_v: bool = False
 
     @classmethod
-    def of(
+    def for_engine(
         cls, engine: Engine, layers: Iterable[int] | None, *, check_values: bool, transpose_v: bool
     ) -> RestoreOptions:
-        """The options, with `layers` held to those that the engine has.
+        """The options, if the engine has these `layers`.
 
         Raises:
-            BadInput: no layer, or one that is not there.
+            BadInput: no layer, or one that the engine does not have.
         """
         chosen = None if layers is None else frozenset(layers)
         n_layer = engine.dimensions.n_layer
@@ -63,68 +66,114 @@ class RestoreOptions:
         return cls(layers=chosen, check_values=check_values, transpose_v=transpose_v)
 
 
-def restore(
-    context: RegistryContext, engine: Engine, given: Input, match: Callable[..., MatchResult], options: RestoreOptions
-) -> RestoreResult:
-    """As `Registry.restore`; `match` is `Registry.match`. The checkpoint that it names may be longer or shorter than the input,
-    or differ from it after `n_matching` tokens: these are restored. Where one turns out to be of no use, the next best is tried.
+class Candidates:
+    """The checkpoints that can serve one input, the best first, then the next best: `restore`, `warm` and `batch` try them.
+
+        for _ in candidates.tries():
+            result = candidates.restore(candidates.find())
+
+    A checkpoint that turns out to be unusable (damaged, missing, or not for this engine) is not found again, and there is
+    another try, up to `MAX_CANDIDATES` in all. An error that may be gone in a moment ends the tries, and so does a miss.
+
+    Raises:
+        BadInput: the input cannot be used.
+    """
+
+    def __init__(
+        self,
+        context: RegistryContext,
+        engine: Engine,
+        prompt: ResolvedInput,
+        options: RestoreOptions = RestoreOptions(),
+    ) -> None:
+        self._context, self._engine, self._prompt, self._options = context, engine, prompt, options
+        # At once: what is found must have the tokens that the input has today, and with token ids a search is one read.
+        self.token_ids = prompt.token_ids
+        self._unusable: list[RestoreResult] = []
+
+    @property
+    def unusable(self) -> frozenset[str]:
+        """The ids of the checkpoints that turned out to be unusable for this engine."""
+        return frozenset(result.checkpoint.id for result in self._unusable if result.checkpoint is not None)
+
+    def tries(self) -> Iterator[None]:
+        """One item for each try: the first, and another after each checkpoint that turned out to be unusable."""
+        for n_before in range(MAX_CANDIDATES):
+            yield
+            if len(self._unusable) == n_before:
+                return
+
+    def find(self) -> MatchResult:
+        """The best of the checkpoints that are not known to be unusable."""
+        query = self._query()
+        answer = search.find(self._context, query)
+        if answer.outcome is Outcome.NO_MATCH and self._options.transpose_v:
+            query = replace(query, fingerprint=other_mode(self._engine.fingerprint))
+            transposed = search.find(self._context, query)
+            return transposed if transposed.outcome is Outcome.HIT else answer
+        return answer
+
+    def restore(self, match: MatchResult) -> RestoreResult:
+        """As `restore_found`, and remembers the checkpoint if it is unusable."""
+        result = restore_found(self._context, self._engine, self._prompt, match, self._options)
+        if result.outcome is Outcome.NO_MATCH and result.checkpoint is not None:
+            self._unusable.append(result)
+        return result
+
+    def conclude(self, last: RestoreResult) -> RestoreResult:
+        """The result to report after the tries, counted in the metrics. If nothing was restored, the fault of the best checkpoint
+        says most; if there was none, the reason says which other models have the input.
+        """
+        if last.outcome is Outcome.NO_MATCH:
+            last = self._unusable[0] if self._unusable else self._explained(last)
+        self._context.metrics.count(last.outcome.value)
+        return last
+
+    def _explained(self, last: RestoreResult) -> RestoreResult:
+        miss = MatchResult(outcome=last.outcome, reason=last.reason, input_hash=self._prompt.input_hash)
+        explained = search.explain(self._context, self._query(), miss)
+        return replace(last, outcome=explained.outcome, reason=explained.reason, error=explained.error)
+
+    def _query(self) -> MatchQuery:
+        return MatchQuery(
+            input_hash=self._prompt.input_hash,
+            prompt=self._prompt,
+            fingerprint=self._engine.fingerprint,
+            excluded=self.unusable,
+        )
+
+
+def restore(context: RegistryContext, engine: Engine, prompt: ResolvedInput, options: RestoreOptions) -> RestoreResult:
+    """As `Registry.restore`. The checkpoint may be longer or shorter than the input, or differ from it after some tokens: those
+    that match are restored.
     """
     started = time.perf_counter()
-    token_ids = token_ids_of(engine, given)
-    found = _found(engine, given, token_ids, match, options)
-    first = result = _tried(context, engine, given, token_ids, found, options)
-    for _ in range(_MORE_TRIES):
-        if result.outcome is not Outcome.NO_MATCH or result.checkpoint is None:
-            break
-        found = _found(engine, given, token_ids, match, options)
-        if found.checkpoint is None or found.checkpoint.id == result.checkpoint.id:
-            break  # there is no other
-        result = _tried(context, engine, given, token_ids, found, options)
-    told = first if result.outcome is Outcome.NO_MATCH else result  # the best one's fault says most
-    context.metrics.count(told.outcome.value)
-    return replace(told, elapsed_s=time.perf_counter() - started)
+    candidates = Candidates(context, engine, prompt, options)
+    for _ in candidates.tries():
+        result = candidates.restore(candidates.find())
+    return replace(candidates.conclude(result), elapsed_s=time.perf_counter() - started)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokenized:
-    """A vocabulary for one text, whose token ids are known already."""
-
-    engine: Engine
-    ids: TokenIds
-
-    def token_ids(self, _text: str) -> TokenIds:
-        return self.ids
-
-    def text_of(self, token_ids: TokenIds) -> str:
-        return self.engine.text_of(token_ids)
-
-
-def _found(
-    engine: Engine, given: Input, token_ids: TokenIds, match: Callable[..., MatchResult], options: RestoreOptions
-) -> MatchResult:
-    # As a vocabulary and not as ids: an input found by its hash may have other tokens by now, and that is told below.
-    known = _Tokenized(engine, token_ids)
-    found = match(given, fingerprint=engine.fingerprint, vocabulary=known)
-    if found.outcome is Outcome.NO_MATCH and options.transpose_v:
-        turned = match(given, fingerprint=other_mode(engine.fingerprint), vocabulary=known)
-        found = turned if turned.outcome is Outcome.HIT else found
-    return found
-
-
-def _tried(
+def restore_found(
     context: RegistryContext,
     engine: Engine,
-    given: Input,
-    token_ids: TokenIds,
-    found: MatchResult,
-    options: RestoreOptions,
+    prompt: ResolvedInput,
+    match: MatchResult,
+    options: RestoreOptions = RestoreOptions(),
 ) -> RestoreResult:
-    """What comes of one answer: of a checkpoint, if it names one, what its load does."""
-    outcome, reason, error, n_evaluated = found.outcome, found.reason, found.error, 0
-    if found.checkpoint is not None:
+    """Restores the checkpoint of an answer that the caller has, and no other. Without a checkpoint the result is that of the
+    answer.
+
+    Raises:
+        BadInput: the context is too small, or the input cannot be used.
+    """
+    started = time.perf_counter()
+    outcome, reason, error, n_evaluated = match.outcome, match.reason, match.error, 0
+    if match.checkpoint is not None:
         try:
-            _require_same_tokens(found.checkpoint, given, token_ids)
-            n_evaluated = _load(context, engine, found.checkpoint, token_ids, found.n_matching, options)
+            _require_same_tokens(match.checkpoint, prompt)
+            request = _request(prompt, match, options)
+            n_evaluated = _load(context, engine, match.checkpoint, request, _Target(prompt.token_ids, options.layers))
             reason = "restored"
         except BadInput:
             raise
@@ -134,10 +183,10 @@ def _tried(
     return RestoreResult(
         outcome=outcome,
         reason=reason,
-        n_restored=found.n_matching - n_evaluated if outcome is Outcome.HIT else 0,
+        n_restored=match.n_matching - n_evaluated if outcome is Outcome.HIT else 0,
         n_evaluated=n_evaluated,
-        checkpoint=found.checkpoint,
-        elapsed_s=0.0,
+        checkpoint=match.checkpoint,
+        elapsed_s=time.perf_counter() - started,
         error=error,
     )
 
@@ -155,10 +204,10 @@ def merge(context: RegistryContext, engine: Engine, row: Checkpoint) -> MergeRes
         raise Incompatible(reason=reason)
     _require_room(engine, row.n_tokens)
     head = engine.capture()
-    asked = Asked(begins_with=held, n_tokens=row.n_tokens)
-    with _leased(context, row) as reading, cells_of(context, engine, row, asked, reading) as cells:
+    request = CellRequest(begins_with=held, n_tokens=row.n_tokens)
+    with _in_use(context, row) as reader, reader.cells(engine, request) as cells:
         joined = kv_edit.join(head, kv_edit.tail(cells.state, len(held)))
-        _take(engine, Cells(state=joined, token_ids=cells.token_ids))
+        _load_all(engine, Cells(state=joined, token_ids=cells.token_ids))
     context.metrics.count("merged")
     return MergeResult(
         checkpoint=row,
@@ -168,38 +217,45 @@ def merge(context: RegistryContext, engine: Engine, row: Checkpoint) -> MergeRes
     )
 
 
-def _load(
-    context: RegistryContext,
-    engine: Engine,
-    row: Checkpoint,
-    token_ids: TokenIds,
-    n_tokens: int,
-    options: RestoreOptions,
-) -> int:
-    """Brings the first `n_tokens` cells into the engine, and gives how many tokens were evaluated for it."""
-    _require_room(engine, n_tokens)
-    asked = Asked(
-        begins_with=token_ids[:n_tokens],
-        n_tokens=n_tokens,
+# -- one checkpoint into the engine --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The state to reach: the tokens of the input, and the layers to load; None for all."""
+
+    token_ids: TokenIds
+    layers: frozenset[int] | None
+
+
+def _request(prompt: ResolvedInput, match: MatchResult, options: RestoreOptions) -> CellRequest:
+    return CellRequest(
+        begins_with=prompt.token_ids[: match.n_matching],
+        n_tokens=match.n_matching,
         check_values=options.check_values,
         transpose_v=options.transpose_v,
     )
-    live = None if options.layers is None else _live_state(engine, token_ids)
-    with _leased(context, row) as reading, cells_of(context, engine, row, asked, reading) as cells:
+
+
+def _load(context: RegistryContext, engine: Engine, row: Checkpoint, request: CellRequest, target: _Target) -> int:
+    """Brings the requested cells into the engine, and returns the number of tokens that were evaluated for it: 0 or 1."""
+    _require_room(engine, request.n_tokens)
+    live = None if target.layers is None else _live_state(engine, target.token_ids)
+    with _in_use(context, row) as reader, reader.cells(engine, request) as cells:
         if live is not None:
-            state = kv_edit.replace_layers(live, cells.state, options.layers or ())
+            state = kv_edit.replace_layers(live, cells.state, target.layers or ())
             cells = Cells(state=state, token_ids=cells.token_ids)
-        if n_tokens == len(token_ids):
-            _take(engine, cells)
+        if request.n_tokens == len(target.token_ids):
+            _load_all(engine, cells)
             return 1
         engine.load(cells.state, cells.token_ids)
         return 0
 
 
 def _live_state(engine: Engine, token_ids: TokenIds) -> memoryview:
-    """The state that the engine holds, if it is the input's."""
+    """The state that the engine holds, if it is exactly that of the input."""
     held = engine.held_token_ids()
-    if len(held) != len(token_ids) or (held != token_ids).any():
+    if not common_prefix(held, token_ids) == len(held) == len(token_ids):
         reason = (
             f"layers are put into a state of exactly the input's {len(token_ids)} tokens, it holds {len(held)} others"
         )
@@ -207,8 +263,8 @@ def _live_state(engine: Engine, token_ids: TokenIds) -> memoryview:
     return engine.capture()
 
 
-def _take(engine: Engine, cells: Cells) -> None:
-    """Loads the cells. A state has no logits, so the last token is decoded again, as after a cold run that ended with it."""
+def _load_all(engine: Engine, cells: Cells) -> None:
+    """Loads the cells. A state has no logits, so the last token is decoded again, as at the end of a cold run."""
     engine.load(cells.state, cells.token_ids)
     engine.evaluate(cells.token_ids, n_kept=len(cells.token_ids) - 1)
 
@@ -219,68 +275,39 @@ def _require_room(engine: Engine, n_tokens: int) -> None:
         raise Incompatible(reason=reason)
 
 
-def _require_same_tokens(row: Checkpoint, given: Input, token_ids: TokenIds) -> None:
-    """A checkpoint of the very input must be of its very tokens. One of another input shares a prefix, and that is looked at when
-    the file is open.
+def _require_same_tokens(row: Checkpoint, prompt: ResolvedInput) -> None:
+    """A checkpoint with this input hash must have the input's tokens. One of another input shares a prefix, which is compared
+    when the file is open.
     """
-    if row.input_hash == hash_input(given) and row.tokens_hash != tokens_hash(token_ids):
+    if row.input_hash == prompt.input_hash and row.tokens_hash != prompt.tokens_hash:
         raise Incompatible(reason="the engine's tokenizer gives other tokens for this input than at the save")
 
 
 @contextmanager
-def _leased(context: RegistryContext, row: Checkpoint) -> Iterator[Reading]:
-    """A row that is leased while the block reads its files. Afterwards the lease is given back, and with it is recorded what the
-    block met and what became of it: a hit, or a row that went STALE for what the block raised, and the deltas on it with it.
+def _in_use(context: RegistryContext, row: Checkpoint) -> Iterator[ChainReader]:
+    """A reader of a row that is leased meanwhile. A block that ends without an error counts as a hit. An error that shows that a
+    file is unusable makes its row STALE, and the deltas that need it.
 
     Raises:
         DatabaseUnavailable: the row cannot be leased.
         Incompatible: it is not ACTIVE any more.
     """
-    with context.database.write() as db:
-        until = leases.lease(db, row)
-    if until is None:
-        raise Incompatible(reason=f"checkpoint {row.id} went STALE at this moment")
-    context.hook("leased")
-    reading = Reading(row)
+    reader = ChainReader(context, row)
     try:
-        yield reading
+        with leased(context, row, Incompatible(reason=f"checkpoint {row.id} went STALE at this moment")) as use:
+            use.events = reader.events
+            yield reader
+            use.is_hit = True
     except LlamaCkptError as error:
-        _record(context, row, until, reading.events, hit=False)
-        with _noted(reading.row):
-            context.condemn(reading.row, error)
+        try:
+            context.condemn(reader.current, error)
+        except DatabaseUnavailable as lost:  # the next restore finds the same, and tries again
+            log.warning("what became of checkpoint %s was not recorded: %s", reader.current.id, lost)
         raise
-    _record(context, row, until, reading.events, hit=True)
-
-
-def _record(context: RegistryContext, row: Checkpoint, until: int, events: set[Event], *, hit: bool) -> None:
-    """Gives the lease back, counts the hit and the events: one transaction."""
-    for event in events:
-        context.metrics.count(event.value)
-    with _noted(row):
-        for n_left in range(
-            len(events), -1, -1
-        ):  # of each event another process may count its day's first at this moment
-            try:
-                with context.database.write() as db:
-                    leases.release(db, row, until, hit=hit)
-                    usage.count(db, [event.value for event in events])
-                return
-            except Conflict as error:
-                if n_left == 0:
-                    raise DatabaseUnavailable(url=context.database.shown_url, reason=str(error)) from error
-
-
-@contextmanager
-def _noted(row: Checkpoint) -> Iterator[None]:
-    """The engine's state is right whether or not the row can be written; a lost note costs a statistic or another try."""
-    try:
-        yield
-    except DatabaseUnavailable as error:
-        log.warning("what became of checkpoint %s was not recorded: %s", row.id, error)
 
 
 def _outcome_of(error: LlamaCkptError) -> Outcome:
-    """Whether nothing fits, or something broke."""
+    """NO_MATCH if the checkpoint is unusable for this engine; FAILED if something broke that may work again."""
     match error:
         case FileMissing() | CorruptFile() | UnsafePath() | Incompatible() | Unsupported() | EngineStateMismatch():
             return Outcome.NO_MATCH

@@ -1,4 +1,7 @@
-"""What the registry asks of an engine. `llamacpp.LlamaCppEngine` is the one that ships; nothing here imports llama_cpp."""
+"""What the registry needs of an engine, as protocols. `llamacpp.LlamaCppEngine` is the engine that ships.
+
+Owns all that knows llama_cpp: no module outside this package imports it, and this one does not either.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +21,25 @@ Vector = NDArray[np.float32]
 
 
 def no_progress(_done: int, _total: int) -> None:
-    """Hears nothing."""
+    """Ignores the progress."""
 
 
-class Vocabulary(Protocol):
-    """A model's tokenizer."""
+class Tokenizer(Protocol):
+    """Turns texts into the token ids of one model."""
 
     def token_ids(self, text: str) -> TokenIds:
         """The token ids of a text, as a completion of it would evaluate them; shape `[n_tokens]`."""
 
+
+class Vocabulary(Tokenizer, Protocol):
+    """A model's tokenizer, in both directions."""
+
     def text_of(self, token_ids: TokenIds) -> str:
-        """The text of some token ids, special tokens spelt out, for people to read."""
+        """The text of token ids for people to read, with special tokens spelt out."""
 
 
-class HeldState(Protocol):
-    """The KV state of one sequence of tokens, and whose it is: an engine's, or a copy of what one held."""
+class HeldState(Tokenizer, Protocol):
+    """The KV state of one sequence of tokens, and the model it belongs to: an engine's, or a prefix or copy of it."""
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -40,7 +47,7 @@ class HeldState(Protocol):
 
     @property
     def model_name(self) -> str:
-        """What people call the model."""
+        """The model's name, for people."""
 
     @property
     def engine_name(self) -> str:
@@ -48,7 +55,7 @@ class HeldState(Protocol):
 
     @property
     def memory_kind(self) -> MemoryKind:
-        """The kind of memory the model keeps."""
+        """The kind of memory that the model keeps."""
 
     @property
     def dimensions(self) -> ModelDimensions:
@@ -56,17 +63,14 @@ class HeldState(Protocol):
 
     @property
     def layout(self) -> Dialect | None:
-        """How the engine lays out its states: what it reads and writes. None where that is not known."""
+        """The layout of the states that the engine reads and writes; None if it is not known."""
 
     @property
     def rotation(self) -> Rotation | None:
-        """How the engine rotates K and V: the sizes of the two matrices, 0 for none. None where that is not known."""
-
-    def token_ids(self, text: str) -> TokenIds:
-        """The token ids of a text, as a completion of it would evaluate them; shape `[n_tokens]`."""
+        """How the engine rotates K and V: the sizes of the two matrices, 0 for none; None if it is not known."""
 
     def held_token_ids(self) -> TokenIds:
-        """The token ids whose state the engine holds, in order of position; shape `[n_tokens]`."""
+        """The token ids of the held state, in order of position; shape `[n_tokens]`."""
 
     def capture(self) -> memoryview:
         """A copy of the state of the held tokens, as bytes.
@@ -81,39 +85,38 @@ class Engine(HeldState, Vocabulary, Protocol):
 
     @property
     def n_ctx(self) -> int:
-        """Cells that one sequence can have."""
+        """The number of cells that one sequence can have."""
 
     def load(self, state: memoryview, token_ids: TokenIds) -> None:
-        """Replaces the held state by `state`, the cells of exactly these tokens. A state has no logits: before the next token is
-        sampled, the last one is evaluated again.
+        """Replaces the held state by `state`, which contains the cells of exactly these tokens. A state has no logits: evaluate
+        the last token again before you sample the next one.
 
         Raises:
-            EngineFailed: the engine refused; it then holds nothing, and its data is cleared.
+            EngineFailed: the engine refused the state. It then holds nothing, and its data is cleared.
             BadInput: more tokens than the context has cells.
         """
 
     def evaluate(self, token_ids: TokenIds, progress: Progress = no_progress, *, n_kept: int = 0) -> None:
-        """Brings the engine to the state of `token_ids`, with the last token's logits: keeps the first `n_kept` of the held
-        tokens' cells, drops the others and computes the rest, the last token by itself. `progress` hears tokens done and in all.
+        """Brings the engine to the state of `token_ids`, with the logits of the last token. It keeps the first `n_kept` held
+        cells, drops the others and computes the rest, the last token by itself. `progress` is called with the number of tokens
+        done and the total.
 
         Raises:
-            EngineFailed: the engine failed; it then holds nothing, and its data is cleared.
-            EngineStateMismatch: the first `n_kept` held tokens are not the input's, or they are all of it.
-            BadInput: more tokens than the context has cells, or an id that the vocabulary has not.
+            EngineFailed: the engine failed. It then holds nothing, and its data is cleared.
+            EngineStateMismatch: the first `n_kept` held tokens are not those of the input, or are all of it.
+            BadInput: more tokens than the context has cells, or a token id that is not in the vocabulary.
         """
 
     def next_token(self) -> tuple[int, float]:
-        """The token that is most likely to follow what was evaluated last, and its probability: the maximum of the softmax of its
-        logits, at temperature 1.
+        """The most likely next token, and its probability: the maximum of the softmax of the last logits, at temperature 1.
 
         Raises:
             EngineFailed: there are no logits.
         """
 
     def embedding(self) -> Vector | None:
-        """What a model that pools gives for what was evaluated last, not normalised, shape `[n_embd]`; None where it does not
-        pool.
+        """The embedding of the evaluated input if the model pools, not normalised, shape `[n_embd]`; None if it does not pool.
 
         Raises:
-            Unsupported: it pools over all tokens, of which some may not have been evaluated now.
+            Unsupported: it pools over all tokens, some of which may come from a restored state.
         """

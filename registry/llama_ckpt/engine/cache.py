@@ -8,35 +8,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from llama_ckpt.engine import Engine
-from llama_ckpt.engine.llamacpp import LlamaCppEngine
-from llama_ckpt.errors import EngineMissing, LlamaCkptError
-from llama_ckpt.fingerprint import TokenIds, as_token_ids
-from llama_ckpt.formats.kv import edit as kv_edit
-from llama_ckpt.values import Fingerprint, MatchResult, MemoryKind, Outcome, RestoreResult, SaveResult, Stats
+import numpy as np
 
-try:
-    from llama_cpp import Llama
-    from llama_cpp.llama_cache import BaseLlamaCache
-except (ImportError, OSError, RuntimeError) as error:  # as in `llamacpp`
-    raise EngineMissing(reason=str(error)) from error
+from llama_ckpt.engine import Engine, HeldState
+from llama_ckpt.engine._llama import BaseLlamaCache
+from llama_ckpt.engine.held import PrefixView, n_reusable
+from llama_ckpt.engine.llamacpp import LlamaCppEngine
+from llama_ckpt.errors import LlamaCkptError
+from llama_ckpt.fingerprint import TokenIds, as_token_ids, common_prefix
+from llama_ckpt.values import Fingerprint, MatchResult, Outcome, RestoreResult, SaveResult, Stats
 
 log = logging.getLogger("llama_ckpt")
 
 
 class CheckpointRegistry(Protocol):
-    """What the cache asks of a registry: `llama_ckpt.Registry` is one, and says what these do."""
+    """The part of `llama_ckpt.Registry` that the cache uses; see there."""
 
     context: Any
 
-    def match(self, given: TokenIds, *, fingerprint: Fingerprint | None = None) -> MatchResult:
-        """Which checkpoint serves these token ids."""
+    def match(self, prompt: TokenIds, *, fingerprint: Fingerprint | None = None) -> MatchResult:
+        """Find the checkpoint that serves these token ids."""
 
-    def restore(self, engine: Engine, given: TokenIds) -> RestoreResult:
-        """Puts the engine into its state."""
+    def restore(self, engine: Engine, prompt: TokenIds) -> RestoreResult:
+        """Put the engine into the state of these token ids."""
 
-    def save(self, engine: Engine, given: TokenIds) -> SaveResult:
-        """Saves what the engine holds."""
+    def save(self, engine: HeldState, prompt: TokenIds) -> SaveResult:
+        """Save the state of these token ids."""
 
     def stats(self) -> Stats:
         """Totals over the registry."""
@@ -44,121 +41,97 @@ class CheckpointRegistry(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeldPrefix:
-    """What a look-up gives: the ids of the tokens whose cells the `Llama` holds now. There is no state in it to load."""
+    """The result of a look-up: the token ids whose cells the `Llama` holds now. It contains no state to load."""
 
     input_ids: TokenIds
 
 
 class LlamaCkptCache(BaseLlamaCache):
-    """A cache for the `Llama` of an engine: `engine.llama.set_cache(LlamaCkptCache(registry, engine))`. Its completions and
-    chats, streamed or not, then reuse the longest beginning of their prompt that any process on this registry saved. Seed and
-    sampler are untouched. The registry never stands in a completion's way: what fails is in the log.
+    """A cache for the `Llama` of an engine: `engine.llama.set_cache(LlamaCkptCache(registry, engine))`. Completions and chats,
+    streamed or not, then reuse the longest prefix of their prompt that any process of this registry has saved. Seed and sampler
+    are not touched. A registry that fails does not stop a completion: the log says what failed.
 
-    A look-up restores into the `Llama` itself, through every check of `Registry.restore`, if that brings more of the prompt than
-    the `Llama` holds already; it never consumes. After a completion the state of its prompt is saved, once; with `answers` that
-    of prompt and answer. An answer is seldom continued token by token, and a sampled one seldom comes again: the end of the
-    prompt is what the next request shares.
+    A look-up restores into the `Llama` itself, through every check of `Registry.restore`, if that gives more of the prompt than
+    the `Llama` holds already. It removes nothing from the registry. After a completion the state of its prompt is saved, once;
+    with `answers` the state of prompt and answer is saved instead. The default is the prompt because the next request shares
+    its end, while an answer is seldom continued token by token and a sampled one seldom comes again.
 
-    `cache_size` is the bytes of the registry's ACTIVE checkpoints, `capacity_bytes` what `max_bytes` says: the byte budget is the
-    registry's (`Registry.open(policy=Policy(max_bytes=…))`), and its prune and gc collect.
+    `cache_size` is the number of bytes of the registry's ACTIVE checkpoints, and `capacity_bytes` is its `max_bytes`. The byte
+    budget is the registry's (`Registry.open(policy=Policy(max_bytes=…))`), and its prune and gc free the files.
 
-    Before it hands over what was computed, llama-cpp-python itself copies the whole context's state and scores; that copy is
-    dropped unseen (docs/llama-cpp-python.md has what it costs, and how to go without).
+    llama-cpp-python copies the complete state and scores of the context before it calls the cache; the cache drops that copy
+    without reading it (docs/llama-cpp-python.md has the cost, and how to avoid it).
     """
 
     def __init__(self, registry: CheckpointRegistry, engine: LlamaCppEngine, *, answers: bool = False) -> None:
         max_bytes = registry.context.policy.max_bytes
         super().__init__(sys.maxsize if max_bytes is None else max_bytes)
         self._registry, self._engine, self._answers = registry, engine, answers
-        self._asked: list[int] = []
+        self._asked: TokenIds = np.empty(0, dtype=np.int32)
 
     @property
     def cache_size(self) -> int:
         """Bytes of the registry's ACTIVE checkpoints.
 
         Raises:
-            DatabaseUnavailable: they cannot be counted now.
+            DatabaseUnavailable: the database cannot be read.
         """
         return self._registry.stats().active_bytes
 
     def __contains__(self, key: Sequence[int]) -> bool:
-        """Whether a checkpoint begins like these token ids, as `Registry.match` says. The `Llama` is left alone."""
+        """Whether `Registry.match` finds a checkpoint for these token ids. The `Llama` is not touched."""
         try:
-            found = self._registry.match(as_token_ids(key), fingerprint=self._engine.fingerprint)
+            match = self._registry.match(as_token_ids(key), fingerprint=self._engine.fingerprint)
         except LlamaCkptError as error:
-            log.warning("the cache cannot be asked: %s", error)
+            log.warning("the cache cannot look up a prompt: %s", error)
             return False
-        return found.outcome is Outcome.HIT
+        return match.outcome is Outcome.HIT
 
     def __getitem__(self, key: Sequence[int]) -> Any:
-        """Brings the `Llama` to the longest beginning of these token ids that it or the registry has, and says what it holds.
+        """Brings the `Llama` to the longest prefix of these token ids that it or the registry has, and returns what it then
+        holds.
 
         Raises:
-            KeyError: it holds no beginning of them.
+            KeyError: it holds no prefix of them.
         """
-        self._asked = list(key)
+        self._asked = np.empty(0, dtype=np.int32)
         try:
-            token_ids = as_token_ids(key)
-            self._restore(token_ids)
+            self._asked = as_token_ids(key)
+            self._restore(self._asked)
         except LlamaCkptError as error:
             log.warning("nothing was restored for a completion: %s", error)
             raise KeyError(len(key)) from error
         held = self._engine.held_token_ids()
-        if not _n_common(held, self._asked):
+        if not common_prefix(held, self._asked):
             raise KeyError(len(key))
         return HeldPrefix(held)
 
     def _restore(self, token_ids: TokenIds) -> None:
-        found = self._registry.match(token_ids, fingerprint=self._engine.fingerprint)
-        if found.outcome is Outcome.HIT and found.n_reusable > self._n_held():
+        match = self._registry.match(token_ids, fingerprint=self._engine.fingerprint)
+        # The `Llama` itself keeps what it holds, however few tokens they are: so there is no minimum here.
+        if match.outcome is Outcome.HIT and match.n_reusable > n_reusable(self._engine, token_ids, min_tokens=0):
             restored = self._registry.restore(self._engine, token_ids)
             log.info("%s: %d of %d tokens: %s", restored.outcome, restored.n_restored, len(token_ids), restored.reason)
-        elif found.error is not None:
-            log.warning("nothing was restored for a completion: %s", found.reason)
-
-    def _n_held(self) -> int:
-        """How many of the asked tokens the `Llama` holds, if it can go on from there."""
-        held = self._engine.held_token_ids()
-        n_held = _n_common(held, self._asked)
-        return n_held if n_held == len(held) or self._engine.memory_kind is MemoryKind.FULL else 0
+        elif match.error is not None:
+            log.warning("nothing was restored for a completion: %s", match.reason)
 
     def __setitem__(self, key: Sequence[int], value: Any) -> None:
-        """Saves what the `Llama` holds of these token ids: up to the end of the prompt, or all of it with `answers`, and where
-        its memory cannot be cut. The state in `value` is not looked at.
+        """Saves the state of these token ids that the `Llama` holds: up to the end of the prompt; or all of it, with `answers`
+        or if the memory cannot be cut. The state in `value` is ignored.
         """
-        n_prompt = len(self._asked)
-        is_asked = n_prompt > 0 and list(key[:n_prompt]) == self._asked
-        is_cut = self._engine.memory_kind is MemoryKind.FULL
-        n_tokens = n_prompt if is_asked and is_cut and not self._answers else len(key)
-        n_tokens = min(n_tokens, self._engine.llama.n_tokens)  # the last token may have been sampled only
         try:
-            token_ids = as_token_ids(key[:n_tokens])
-            saved = self._registry.save(PrefixView(self._engine, n_tokens), token_ids)
+            token_ids = as_token_ids(key)
+            n_tokens = min(
+                self._n_to_save(token_ids), self._engine.llama.n_tokens
+            )  # the last one may not be evaluated yet
+            saved = self._registry.save(PrefixView(self._engine, n_tokens), token_ids[:n_tokens])
             log.info("%s: %d tokens", saved.outcome, n_tokens)
         except LlamaCkptError as error:
             log.warning("a completion was not saved: %s", error)
 
-
-def _n_common(held: TokenIds, asked: list[int]) -> int:
-    return int(Llama.longest_token_prefix(held.tolist(), asked))
-
-
-class PrefixView(LlamaCppEngine):
-    """An engine, for saving, as if it held no more than its first `n_tokens` tokens. Its live cells stay as they are."""
-
-    def __init__(self, engine: LlamaCppEngine, n_tokens: int) -> None:
-        vars(self).update(vars(engine))
-        self._n_tokens = n_tokens
-
-    def held_token_ids(self) -> TokenIds:
-        """The first of the held token ids; shape `[n_tokens]`."""
-        return super().held_token_ids()[: self._n_tokens]
-
-    def capture(self) -> memoryview:
-        """Their state: what the engine itself would give if it held no others.
-
-        Raises:
-            EngineFailed: the engine gave no state.
-        """
-        state = super().capture()
-        return state if self._n_tokens == self.llama.n_tokens else kv_edit.truncate(state, self._n_tokens)
+    def _n_to_save(self, token_ids: TokenIds) -> int:
+        n_prompt = len(self._asked)
+        continues_prompt = n_prompt > 0 and common_prefix(self._asked, token_ids) == n_prompt
+        if continues_prompt and self._engine.memory_kind.can_be_truncated and not self._answers:
+            return n_prompt
+        return len(token_ids)

@@ -1,6 +1,6 @@
-"""SHA-256 of large files, each computed once: remembered by path, size, mtime_ns and inode.
+"""SHA-256 of large files, each computed once and remembered by path, size, mtime_ns and inode.
 
-The memory is a JSON file in the user's cache folder. It only ever spares work: a lost or torn one means hashing again.
+They are remembered in a JSON file in the user's cache folder. If that is lost or damaged, the files are hashed again.
 """
 
 from __future__ import annotations
@@ -10,27 +10,22 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
+from llama_ckpt.engine import Progress, no_progress
 from llama_ckpt.errors import BadInput
 from llama_ckpt.fingerprint import weights_digest
 
-Progress = Callable[[int, int], None]
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 1 << 24
-
-
-def no_progress(_done: int, _total: int) -> None:
-    """Hears nothing."""
 
 
 def shards_of(path: Path) -> list[Path]:
     """All files of a model in order: `path` itself, or every shard of a split GGUF (`name-00001-of-00003.gguf`).
 
     Raises:
-        BadInput: a shard is not there, or `path` is no file.
+        BadInput: a shard does not exist, or `path` is not a file.
     """
     match = _SHARD.fullmatch(path.name)
     names = [path.name]
@@ -48,19 +43,19 @@ def weights_digest_of(path: Path, digests: FileDigests, progress: Progress = no_
     """The SHA-256 that names a model's weights: of its file, or over the digests of all its shards.
 
     Raises:
-        BadInput: a file is not there, cannot be read, or changed while it was hashed.
+        BadInput: a file does not exist, cannot be read, or changed while it was hashed.
     """
     return weights_digest([digests.sha256(shard, progress) for shard in shards_of(path)])
 
 
 class FileDigests:
-    """Remembered SHA-256 digests of files, kept in `memory` (a path to a JSON file)."""
+    """SHA-256 digests of files, remembered in the JSON file `memory`."""
 
     def __init__(self, memory: Path) -> None:
         self._memory = memory
 
     def sha256(self, path: Path, progress: Progress = no_progress) -> bytes:
-        """SHA-256 of the file's bytes, 32 raw bytes; `progress` hears bytes done and bytes in all.
+        """SHA-256 of the file's bytes, 32 raw bytes. `progress` is called with the number of bytes done and the total.
 
         Raises:
             BadInput: the file cannot be read, or changed while it was hashed.
@@ -91,13 +86,13 @@ class FileDigests:
             self._memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             temporary.write_text(json.dumps({**self._load(), key: entry}))
             temporary.replace(self._memory)
-        except OSError:  # no memory on this host: the next process hashes again
+        except OSError:  # nothing can be remembered on this host: the next process hashes again
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
 
 
 def _remembered(entry: object, identity: list[int]) -> bytes | None:
-    """The digest of an entry that is for this very file and whole; None for any other."""
+    """The digest of an entry, if it is valid and belongs to a file with this identity; else None."""
     if not isinstance(entry, dict) or entry.get("identity") != identity:
         return None
     text = entry.get("sha256")
@@ -105,10 +100,10 @@ def _remembered(entry: object, identity: list[int]) -> bytes | None:
 
 
 def identity_of(path: Path) -> list[list[int]]:
-    """What tells a replaced model file from the same one: size, mtime_ns and inode of each shard.
+    """Size, mtime_ns and inode of each shard: they differ if a model file was replaced.
 
     Raises:
-        BadInput: a file is not there or cannot be looked at.
+        BadInput: a file does not exist or cannot be read.
     """
     try:
         return [_identity(shard) for shard in shards_of(path)]
@@ -117,8 +112,8 @@ def identity_of(path: Path) -> list[list[int]]:
 
 
 def _identity(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ino]
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
 def _hash(path: Path, progress: Progress) -> bytes:

@@ -1,4 +1,4 @@
-"""What a `Llama` is: its fingerprint, kind of memory and rotation. Everything that changes K and V belongs to the identity."""
+"""The identity of a `Llama`: its fingerprint, kind of memory and rotation. Everything that changes K and V is part of it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ import os
 from pathlib import Path
 
 from llama_ckpt.engine import Progress, no_progress
+from llama_ckpt.engine._llama import llama_cpp
 from llama_ckpt.engine.digests import FileDigests, weights_digest_of
-from llama_ckpt.errors import EngineMissing
 from llama_ckpt.fingerprint import fingerprint
 from llama_ckpt.formats.kv import state as kv_state
 from llama_ckpt.formats.kv.edit import Rotation
 from llama_ckpt.formats.kv.types import is_quantised
 from llama_ckpt.values import FieldValue, Fingerprint, MemoryKind
 
-try:
-    import llama_cpp
-except (ImportError, OSError, RuntimeError) as error:  # as in `llamacpp`
-    raise EngineMissing(reason=str(error)) from error
-
-# What `Llama` passes when the caller overrides nothing; any other value changes K and so belongs to the identity.
+# The values that `Llama` passes if the caller overrides nothing. Any other value changes K, and so is part of the identity.
 _NO_OVERRIDE: dict[str, FieldValue] = {
     "rope_scaling_type": -1,
     "rope_freq_base": 0.0,
@@ -42,8 +37,8 @@ def fingerprint_of(
     digests: FileDigests,
     progress: Progress = no_progress,
 ) -> Fingerprint:
-    """The identity of a `Llama`: weights by content, K/V types and layout of its own state (`probe`), and whatever else changes
-    K and V.
+    """The fingerprint of a `Llama`: the content of its weights, K/V types and layout of its own state (`probe`), and all other
+    parameters that change K and V.
 
     Raises:
         BadInput: the model or the adapter cannot be read.
@@ -73,7 +68,7 @@ def fingerprint_of(
 
 
 def memory_kind_of(llama: llama_cpp.Llama) -> MemoryKind:
-    """The kind of memory that a model keeps, as llama.cpp tells it."""
+    """The kind of memory that a model keeps, as llama.cpp reports it."""
     if llama_cpp.llama_model_is_recurrent(llama.model):
         return MemoryKind.RECURRENT
     if llama_cpp.llama_model_is_hybrid(llama.model):
@@ -82,10 +77,11 @@ def memory_kind_of(llama: llama_cpp.Llama) -> MemoryKind:
 
 
 def rotation_of(llama: llama_cpp.Llama, probe: kv_state.KvState, *, rotates: bool) -> Rotation | None:
-    """The sizes of K's and V's rotation, 0 for none: as the engine's own state tells; else where there is no doubt.
+    """The sizes of the rotations of K and V, 0 for none: from the engine's own state if it contains them, else derived. None
+    if they cannot be derived for certain.
 
-    llama.cpp rotates quantised rows by a Hadamard matrix of 64 values, or of a larger power of two, that divides the head
-    (llama_kv_cache's constructor, src/llama-kv-cache.cpp, b11434). Builds that do not tell may differ in which of them.
+    llama.cpp rotates quantised rows by a Hadamard matrix of 64 values, or of a larger power of two that divides the head
+    (llama_kv_cache's constructor, src/llama-kv-cache.cpp, b11434). Builds whose states do not contain the size may differ in it.
     """
     if probe.rotation_words is not None:
         return probe.rotation_words
@@ -102,10 +98,10 @@ def rotation_of(llama: llama_cpp.Llama, probe: kv_state.KvState, *, rotates: boo
 
 
 def _rotates(fields: dict[str, FieldValue]) -> bool:
-    """Whether K or V are stored rotated: by engines that know how, for quantised caches, unless switched off.
+    """Whether K or V are stored rotated: in quantised caches, by builds that can rotate, unless it is switched off.
 
-    llama.cpp reads LLAMA_ATTN_ROT_DISABLE when it makes a context (llama-kv-cache.cpp); whether a build rotates at all no
-    call tells, but only one that does contains the switch's name.
+    llama.cpp reads LLAMA_ATTN_ROT_DISABLE when it makes a context (llama-kv-cache.cpp). No call says whether a build can rotate,
+    but only a build that can contains the name of the switch.
     """
     quantised = any(str(fields[k]) not in ("f32", "f16", "bf16", "none") for k in ("type_k", "type_v"))
     switch = "LLAMA_ATTN_ROT_DISABLE"
@@ -129,7 +125,9 @@ def _library_contains(needle: bytes) -> bool:
 
 
 def _context_dependent_rope(llama: llama_cpp.Llama) -> str | None:
-    """Models with long and short rope factors choose between them by the context's length (llama_model::get_rope_factors)."""
+    """Which RoPE factors a model with long and short ones uses; None for other models. The length of the context decides
+    (llama_model::get_rope_factors).
+    """
     arch = llama.metadata.get("general.architecture", "")
     trained = llama.metadata.get(f"{arch}.rope.scaling.original_context_length")
     if trained is None or llama.metadata.get(f"{arch}.rope.scaling.type") in ("yarn", "linear", "none"):

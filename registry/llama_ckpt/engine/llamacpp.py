@@ -1,7 +1,7 @@
 """llama-cpp-python's `Llama` as an engine.
 
-State goes through `llama_state_seq_get_data` and `_set_data` on memory. The native file functions are never called: a
-file short by one byte aborts the process there, and a save that ran out of disk can report success.
+States are read and written in memory, by `llama_state_seq_get_data` and `_set_data`. The native file functions are never
+called: a file that is one byte short aborts the process there, and a save to a full disk can report success.
 """
 
 from __future__ import annotations
@@ -15,23 +15,15 @@ import numpy as np
 import platformdirs
 
 from llama_ckpt.engine import Progress, Vector, no_progress
+from llama_ckpt.engine._llama import llama_cpp
 from llama_ckpt.engine.digests import FileDigests, identity_of
 from llama_ckpt.engine.identity import fingerprint_of, memory_kind_of, rotation_of
 from llama_ckpt.engine.tracking import Tracking
 from llama_ckpt.engine.vocabulary import completion_ids, text_of
-from llama_ckpt.errors import BadInput, EngineFailed, EngineMissing, EngineStateMismatch, Unsupported
-from llama_ckpt.fingerprint import TokenIds
+from llama_ckpt.errors import BadInput, EngineFailed, EngineStateMismatch, Unsupported
+from llama_ckpt.fingerprint import TokenIds, common_prefix
 from llama_ckpt.formats.kv import state as kv_state
-from llama_ckpt.values import MemoryKind, ModelDimensions
-
-try:
-    import llama_cpp
-except (
-    ImportError,
-    OSError,
-    RuntimeError,
-) as error:  # not installed, or its native library does not load here
-    raise EngineMissing(reason=str(error)) from error
+from llama_ckpt.values import ModelDimensions
 
 _SEQ = 0  # `Llama` keeps its one conversation in sequence 0
 _NO_POOLING, _LAST_TOKEN = 0, 3  # enum llama_pooling_type
@@ -40,19 +32,19 @@ _NO_POOLING, _LAST_TOKEN = 0, 3  # enum llama_pooling_type
 class LlamaCppEngine:
     """An engine around an existing `llama_cpp.Llama`.
 
-    After `evaluate` the `Llama` goes on as if it had evaluated the tokens itself: `n_tokens`, `input_ids` and the next token's
-    logits are right, completions reuse the prefix, seed and sampler are untouched. After `load` the same holds but for the
-    logits, which a state has not: a completion evaluates the last token again. With `logits_all` the scores of loaded positions
-    are NaN.
+    After `evaluate` the `Llama` continues as if it had evaluated the tokens itself: `n_tokens`, `input_ids` and the logits of the
+    next token are right, completions reuse the prefix, and seed and sampler are not touched. After `load` the same holds, except
+    that there are no logits: a completion evaluates the last token again. With `logits_all` the scores of loaded positions are
+    NaN.
 
-    Making one decodes a single token when the `Llama` holds nothing yet, to learn the layout of its states. The weights are
-    those of the file under the `Llama`'s path at this moment, and LLAMA_ATTN_ROT_DISABLE is read now: wrap a `Llama` soon
-    after it was made. `from_path` notices a file that changes while it is loaded.
+    The constructor decodes a single token if the `Llama` holds nothing yet, to learn the layout of its states. It hashes the file
+    that is under the `Llama`'s path now, and reads LLAMA_ATTN_ROT_DISABLE now: so wrap a `Llama` soon after you made it.
+    `from_path` detects a file that changes while it is loaded.
 
     Raises:
         BadInput: the model file cannot be read.
         EngineFailed: the engine gave no state.
-        Unsupported: its state has a layout not known here.
+        Unsupported: the layout of its state is not known.
     """
 
     def __init__(
@@ -68,9 +60,9 @@ class LlamaCppEngine:
         self.model_name = model_name or path.stem
         self.engine_name = f"llama-cpp-python {llama_cpp.__version__}"
         self.memory_kind = memory_kind_of(llama)
-        # llama.cpp rounds the context up; the wrapper's own array of token ids is not.
+        # llama.cpp rounds the size of the context up; the wrapper's array of token ids has the size that was asked for.
         self.n_ctx = min(llama.n_ctx(), len(llama.input_ids))
-        self._tracking = Tracking.of(llama)
+        self._tracking = Tracking.attached_to(llama)
         self._memory = llama_cpp.llama_get_memory(llama.ctx)
         self._digests = digests or FileDigests(platformdirs.user_cache_path("llama-ckpt") / "digests.json")
         probe = self._probe()
@@ -95,10 +87,10 @@ class LlamaCppEngine:
         progress: Progress = no_progress,
         **llama_options: Any,
     ) -> LlamaCppEngine:
-        """Loads a GGUF and wraps it; `llama_options` go to `llama_cpp.Llama` (n_ctx=8192, flash_attn=True, …).
+        """Loads a GGUF file and wraps it. `llama_options` go to `llama_cpp.Llama` (n_ctx=8192, flash_attn=True, …).
 
         Raises:
-            BadInput: the file is not there, or llama.cpp cannot load it.
+            BadInput: the file does not exist, or llama.cpp cannot load it.
         """
         file = Path(path)
         before = identity_of(file)
@@ -111,11 +103,16 @@ class LlamaCppEngine:
             raise BadInput(what="model file", value=str(file), reason="it changed while it was loaded; load it again")
         return engine
 
+    def __repr__(self) -> str:
+        held = f"holds {self.llama.n_tokens} of {self.n_ctx} tokens"
+        return f"{type(self).__name__}({self.model_name!r}, {self.memory_kind} memory, {held})"
+
     # -- what the engine is ------------------------------------------------------------------------------------------
 
     def _probe(self) -> kv_state.KvState | None:
-        """A state of this context, parsed: of what it holds, or of one token that is decoded and taken away again. None for
-        memory other than full attention in a layout not known here: it can be evaluated, and not be saved.
+        """A state of this context, parsed: of what it holds, or of one token that is decoded and removed again. None if its
+        layout is not known and the memory is not full attention: such a model can be evaluated, but its states cannot be
+        saved.
         """
         held = self.llama.n_tokens
         if not held:
@@ -123,7 +120,7 @@ class LlamaCppEngine:
         try:
             return kv_state.parse(self._captured())
         except Unsupported:
-            if self.memory_kind is MemoryKind.FULL:
+            if self.memory_kind.can_be_truncated:
                 raise
             return None
         finally:
@@ -131,7 +128,7 @@ class LlamaCppEngine:
                 self._forget(clear_data=False)
 
     def token_ids(self, text: str) -> TokenIds:
-        """The token ids that `llama(text)` would evaluate, with BOS and EOS where the model adds them; shape `[n_tokens]`.
+        """The token ids that `llama(text)` would evaluate, with BOS and EOS if the model adds them; shape `[n_tokens]`.
 
         Raises:
             BadInput: the text gives no token.
@@ -140,14 +137,14 @@ class LlamaCppEngine:
         return completion_ids(llama._model, lambda data: llama.tokenize(data, add_bos=False, special=True), text)
 
     def text_of(self, token_ids: TokenIds) -> str:
-        """The text of some token ids, special tokens spelt out, for people to read."""
+        """The text of token ids for people to read, with special tokens spelt out."""
         return text_of(self.llama._model, token_ids)
 
     # -- what the engine holds ---------------------------------------------------------------------------------------
 
     def held_token_ids(self) -> TokenIds:
-        """The token ids whose state the engine holds, in order of position, up to the first position that is of no token (an
-        image, a sound); shape `[n_tokens]`.
+        """The token ids whose state the engine holds, in order of position; shape `[n_tokens]`. They end before the first
+        position that has no token: of an image or a sound.
         """
         n_tokens = min(self.llama.n_tokens, self._tracking.n_known)
         return self.llama.input_ids[:n_tokens].astype(np.int32)
@@ -157,7 +154,7 @@ class LlamaCppEngine:
 
         Raises:
             EngineFailed: the engine gave no state, or holds other cells than the wrapper says.
-            Unsupported: some positions are of no token: an image or a sound.
+            Unsupported: some positions have no token: they are of an image or a sound.
         """
         if self.llama.n_tokens > self._tracking.n_known:
             raise Unsupported(
@@ -167,7 +164,7 @@ class LlamaCppEngine:
 
     def _captured(self) -> memoryview:
         n_tokens = self.llama.n_tokens
-        # The wrapper may have gone back (n_tokens lowered) without telling the engine yet; eval() would cut here too.
+        # The wrapper may have lowered n_tokens and not told the engine yet; its eval() would remove these cells, too.
         llama_cpp.llama_memory_seq_rm(self._memory, _SEQ, n_tokens, -1)
         llama_cpp.llama_synchronize(self.llama.ctx)
         last = llama_cpp.llama_memory_seq_pos_max(self._memory, _SEQ)
@@ -185,10 +182,10 @@ class LlamaCppEngine:
         return buffer.data.toreadonly()
 
     def load(self, state: memoryview, token_ids: TokenIds) -> None:
-        """Replaces the held state by `state`, the cells of exactly these tokens; the next token's logits are not there.
+        """Replaces the held state by `state`, which contains the cells of exactly these tokens. There are no logits afterwards.
 
         Raises:
-            EngineFailed: the engine refused; it then holds nothing, its data is cleared and the wrapper agrees.
+            EngineFailed: the engine refused the state. Engine and wrapper then hold nothing, and the data is cleared.
             BadInput: more tokens than the context has cells.
         """
         n_tokens = len(token_ids)
@@ -212,21 +209,21 @@ class LlamaCppEngine:
             raise EngineFailed(reason=f"it took {got} of {data.nbytes} bytes of state")
         first = llama_cpp.llama_memory_seq_pos_min(self._memory, _SEQ)
         last = llama_cpp.llama_memory_seq_pos_max(self._memory, _SEQ)
-        # A window, or a recurrent state, does not hold the first positions any more.
-        if last != n_tokens - 1 or (first != 0 and self.memory_kind is MemoryKind.FULL):
+        # A window or a recurrent state does not hold the first positions any more.
+        if last != n_tokens - 1 or (first != 0 and self.memory_kind.can_be_truncated):
             raise EngineFailed(reason=f"after loading {n_tokens} tokens it holds positions {first} to {last}")
 
     def evaluate(self, token_ids: TokenIds, progress: Progress = no_progress, *, n_kept: int = 0) -> None:
-        """Brings the `Llama` to the state of `token_ids`, of which the first `n_kept` are held already; `progress` hears tokens
-        done and in all.
+        """Brings the `Llama` to the state of `token_ids`, of which it keeps the first `n_kept`. `progress` is called with the
+        number of tokens done and the total.
 
-        The last token is decoded by itself, also after a restore: so cold and restored runs compute the same numbers in the
-        same batch shapes, and continue alike.
+        The last token is decoded by itself, as after a restore. So cold and restored runs compute it in the same batch shape, and
+        continue with the same numbers.
 
         Raises:
-            EngineFailed: the engine failed; it then holds nothing, its data is cleared and the wrapper agrees.
-            EngineStateMismatch: the first `n_kept` held tokens are not the input's, or they are all of it.
-            BadInput: more tokens than the context has cells, or an id that the vocabulary has not.
+            EngineFailed: the engine failed. Engine and wrapper then hold nothing, and the data is cleared.
+            EngineStateMismatch: the first `n_kept` held tokens are not those of the input, or are all of it.
+            BadInput: more tokens than the context has cells, or a token id that is not in the vocabulary.
         """
         total = len(token_ids)
         self._require_room(total)
@@ -245,8 +242,7 @@ class LlamaCppEngine:
             raise
 
     def next_token(self) -> tuple[int, float]:
-        """The token that is most likely to follow what was evaluated last, and its probability: the maximum of the softmax of its
-        logits, at temperature 1.
+        """The most likely next token, and its probability: the maximum of the softmax of the last logits, at temperature 1.
 
         Raises:
             EngineFailed: there are no logits.
@@ -259,14 +255,14 @@ class LlamaCppEngine:
         return best, float(1 / np.exp(logits - logits[best]).sum())
 
     def embedding(self) -> Vector | None:
-        """What a model that pools (`embedding=True`) gives for what was evaluated last, not normalised, shape `[n_embd]`; None
-        where it does not pool.
+        """The embedding of the evaluated input if the model pools (`embedding=True`), not normalised, shape `[n_embd]`; None
+        if it does not pool.
 
-        Only the pooling of the last token can be had from a restored prefix: the others need every token to be evaluated in the
-        same call (llama_get_embeddings_seq).
+        Only last-token pooling works with a restored prefix. The other kinds need all tokens to be evaluated in one call
+        (llama_get_embeddings_seq).
 
         Raises:
-            Unsupported: it pools otherwise.
+            Unsupported: it pools in another way.
             EngineFailed: there is no embedding.
         """
         pooling = llama_cpp.llama_pooling_type(self.llama.ctx) if self.llama.context_params.embeddings else _NO_POOLING
@@ -289,12 +285,11 @@ class LlamaCppEngine:
         if not 0 <= n_kept <= min(len(held), len(token_ids) - 1):
             reason = f"{n_kept} tokens of {len(token_ids)} cannot be kept where it holds {len(held)}"
             raise EngineStateMismatch(reason=reason)
-        differ = (held[:n_kept] != token_ids[:n_kept]).nonzero()[0]
-        if differ.size:
-            raise EngineStateMismatch(reason=f"they differ from token {int(differ[0])} on")
+        if (n_common := common_prefix(held, token_ids)) < n_kept:
+            raise EngineStateMismatch(reason=f"they differ from token {n_common} on")
 
     def _drop_from(self, n_tokens: int) -> None:
-        """Leaves the first `n_tokens` cells in engine and wrapper."""
+        """Removes all but the first `n_tokens` cells from engine and wrapper."""
         if n_tokens == 0:
             self._forget(clear_data=False)
         elif not llama_cpp.llama_memory_seq_rm(self._memory, _SEQ, n_tokens, -1):
@@ -308,8 +303,8 @@ class LlamaCppEngine:
             raise EngineFailed(reason=str(error)) from error
 
     def _forget(self, *, clear_data: bool) -> None:
-        """Empties engine and wrapper together. `clear_data` also zeroes the cells: NaN in one of them would otherwise
-        reach later prompts through masked attention.
+        """Empties engine and wrapper. `clear_data` also zeroes the cells: a NaN in one of them would otherwise reach later
+        prompts through masked attention.
         """
         if clear_data:
             llama_cpp.llama_memory_clear(self._memory, True)

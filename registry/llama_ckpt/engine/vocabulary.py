@@ -1,4 +1,4 @@
-"""A model's vocabulary alone: text to token ids and back, without loading its weights."""
+"""A model's vocabulary without its weights: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -9,25 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from llama_ckpt.errors import BadInput, EngineMissing
+from llama_ckpt.engine._llama import _internals, llama_cpp
+from llama_ckpt.errors import BadInput
 from llama_ckpt.fingerprint import TokenIds
-
-try:
-    import llama_cpp
-    from llama_cpp import _internals
-except (
-    ImportError,
-    OSError,
-    RuntimeError,
-) as error:  # not installed, or its native library does not load here
-    raise EngineMissing(reason=str(error)) from error
 
 
 class LlamaCppVocabulary:
-    """The vocabulary of a GGUF file, read by llama.cpp without the weights: some tens of milliseconds, whatever the model's size.
+    """The vocabulary of a GGUF file, read by llama.cpp without the weights. That takes some tens of milliseconds for any
+    model size.
 
     Raises:
-        BadInput: the file is not there, llama.cpp cannot load it, or it has no vocabulary.
+        BadInput: the file does not exist, llama.cpp cannot load it, or it has no vocabulary.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -38,7 +30,7 @@ class LlamaCppVocabulary:
         except (ValueError, RuntimeError) as error:
             raise BadInput(what="model file", value=str(path), reason=f"llama.cpp cannot load it: {error}") from error
         if not _has_vocabulary(self._model):
-            raise BadInput(what="model file", value=str(path), reason="it has no vocabulary")  # to ask it would abort
+            raise BadInput(what="model file", value=str(path), reason="it has no vocabulary")  # to use it would abort
 
     def token_ids(self, text: str) -> TokenIds:
         """The token ids of a text, the same that `LlamaCppEngine` gives; shape `[n_tokens]`.
@@ -49,12 +41,12 @@ class LlamaCppVocabulary:
         return completion_ids(self._model, lambda data: self._model.tokenize(data, add_bos=False, special=True), text)
 
     def text_of(self, token_ids: TokenIds) -> str:
-        """The text of some token ids, special tokens spelt out, for people to read."""
+        """The text of token ids for people to read, with special tokens spelt out."""
         return text_of(self._model, token_ids)
 
 
 def completion_ids(model: _internals.LlamaModel, tokenize: Callable[[bytes], list[int]], text: str) -> TokenIds:
-    """The token ids that a `Llama` would evaluate to complete a text, with BOS and EOS where the model adds them; shape
+    """The token ids that a `Llama` would evaluate to complete a text, with BOS and EOS if the model adds them; shape
     `[n_tokens]`. `tokenize` gives those of the text alone.
 
     Raises:
@@ -62,7 +54,7 @@ def completion_ids(model: _internals.LlamaModel, tokenize: Callable[[bytes], lis
     """
     if not _has_vocabulary(model):
         raise BadInput(what="input text", value=text[:40], reason="the model has no vocabulary: give token ids")
-    # The rule of Llama._create_completion: another one would leave a completion nothing to reuse.
+    # The same rule as in Llama._create_completion: with another one, a completion could not reuse the state.
     cls_id, sep_id = model.token_cls(), model.token_sep()
     bos = cls_id if cls_id != -1 else model.token_bos()
     eos = sep_id if sep_id != -1 else model.token_eos()
@@ -77,8 +69,8 @@ def completion_ids(model: _internals.LlamaModel, tokenize: Callable[[bytes], lis
 
 
 def text_of(model: _internals.LlamaModel, token_ids: TokenIds) -> str:
-    """The text of some token ids, special tokens spelt out; what is no token of the model or no UTF-8 shows as U+FFFD. Of a model
-    without a vocabulary the ids themselves.
+    """The text of token ids, with special tokens spelt out. Ids that the model does not have and bytes that are not UTF-8 become
+    U+FFFD. For a model without a vocabulary: the ids themselves.
     """
     if not _has_vocabulary(model):
         return " ".join(map(str, token_ids.tolist()))
@@ -87,7 +79,7 @@ def text_of(model: _internals.LlamaModel, token_ids: TokenIds) -> str:
 
 
 def _has_vocabulary(model: _internals.LlamaModel) -> bool:
-    """Without one, llama.cpp's tokenizer and its reverse abort the process."""
+    """Without a vocabulary llama.cpp's functions to tokenise and detokenise abort the process."""
     return int(llama_cpp.llama_vocab_type(model.vocab)) != llama_cpp.LLAMA_VOCAB_TYPE_NONE
 
 
@@ -100,4 +92,4 @@ def _piece(model: _internals.LlamaModel, token: int) -> bytes:
         n = int(llama_cpp.llama_token_to_piece(model.vocab, token, buffer, size, 0, True))
         if n >= 0:
             return buffer.raw[:n]
-        size = -n  # what it needs
+        size = -n  # the size that it needs

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from llama_ckpt.checkpoints.register import SaveOptions
+from llama_ckpt.checkpoints.inputs import SaveOptions
 from llama_ckpt.errors import LlamaCkptError, MissingParent, without_frames
 from llama_ckpt.exchange.convert import EngineMaker
 from llama_ckpt.values import Checkpoint

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llama_ckpt import formats
-from llama_ckpt.checkpoints.match import common_prefix
-from llama_ckpt.checkpoints.save import CapturedState
+from llama_ckpt.checkpoints.captured import CapturedState
 from llama_ckpt.engine import Engine
 from llama_ckpt.errors import BadInput, CorruptFile, Incompatible, Unsupported
-from llama_ckpt.fingerprint import TokenIds, hash_input
+from llama_ckpt.fingerprint import TokenIds, common_prefix, hash_input
 from llama_ckpt.formats import engine_files
 from llama_ckpt.formats.kv import edit as kv_edit
 from llama_ckpt.formats.kv import numbers as kv_numbers

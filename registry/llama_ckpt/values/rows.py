@@ -43,6 +43,11 @@ class MemoryKind(StrEnum):
     RECURRENT = "recurrent"
     HYBRID = "hybrid"
 
+    @property
+    def can_be_truncated(self) -> bool:
+        """Whether the first cells of a state are a state of their own, so that a prefix of it can be used."""
+        return self is MemoryKind.FULL
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:

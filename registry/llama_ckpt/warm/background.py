@@ -1,4 +1,4 @@
-"""Saving beside evaluation: the state is copied, then becomes file and row in a worker thread while the engine goes on."""
+"""Saves beside the evaluation: the state is copied, then a worker thread writes file and row while the engine continues."""
 
 from __future__ import annotations
 
@@ -8,57 +8,20 @@ from types import TracebackType
 import numpy as np
 
 from llama_ckpt.checkpoints import save as saving
-from llama_ckpt.checkpoints.match import common_prefix
-from llama_ckpt.checkpoints.register import SaveOptions
+from llama_ckpt.checkpoints.inputs import ResolvedInput, SaveOptions
 from llama_ckpt.context import RegistryContext
 from llama_ckpt.engine import Engine
-from llama_ckpt.errors import LlamaCkptError, Unsupported, without_frames
-from llama_ckpt.fingerprint import Input, TokenIds
-from llama_ckpt.formats.kv import edit as kv_edit
-from llama_ckpt.values import MemoryKind, SaveResult
+from llama_ckpt.engine.held import PrefixView
+from llama_ckpt.errors import LlamaCkptError, without_frames
+from llama_ckpt.fingerprint import TokenIds, common_prefix
+from llama_ckpt.values import SaveResult
 
 Saved = SaveResult | LlamaCkptError
 
 
-class Snapshot:
-    """What an engine held at one moment: a copy of the state of its first `n_tokens` tokens.
-
-    Raises:
-        EngineFailed: the engine gave no state.
-        Unsupported: fewer tokens than are held, of a memory that cannot be cut.
-    """
-
-    def __init__(self, engine: Engine, n_tokens: int) -> None:
-        self.fingerprint = engine.fingerprint
-        self.model_name = engine.model_name
-        self.engine_name = engine.engine_name
-        self.memory_kind = engine.memory_kind
-        self.dimensions = engine.dimensions
-        self.layout = engine.layout
-        self.rotation = engine.rotation
-        held = engine.held_token_ids()
-        self._held = held[:n_tokens]
-        if n_tokens < len(held) and self.memory_kind is not MemoryKind.FULL:
-            raise Unsupported(what=f"a part of {self.memory_kind} memory", reason="it cannot be cut")
-        state = engine.capture()
-        self._state = kv_edit.truncate(state, n_tokens) if n_tokens < len(held) else state
-
-    def token_ids(self, _text: str) -> TokenIds:
-        """The token ids of the text that it is saved for, which are those that it holds; shape `[n_tokens]`."""
-        return self._held
-
-    def held_token_ids(self) -> TokenIds:
-        """The token ids whose state this is; shape `[n_tokens]`."""
-        return self._held
-
-    def capture(self) -> memoryview:
-        """The copy."""
-        return self._state
-
-
 class BackgroundSaver:
-    """Saves what an engine holds in one worker thread, one state at a time. At the end of its `with` the save in flight is
-    finished, whatever ended the block; a crash leaves what it leaves of any save: at most a file without a row.
+    """Saves what an engine holds in one worker thread, one state at a time. At the end of its `with` block it finishes the
+    save in flight, however the block ended. A crash leaves what it leaves of any save: at most a file without a row.
     """
 
     def __init__(self, context: RegistryContext) -> None:
@@ -77,17 +40,25 @@ class BackgroundSaver:
         if error is None:
             self.finish()
 
-    def save(self, engine: Engine, n_tokens: int, given: Input, options: SaveOptions) -> Future[Saved]:
-        """Copies the state of the first `n_tokens` held tokens, which are those of `given`, and begins to save it: what comes of
-        it is a `SaveResult`, or the error. A save that is still in flight is finished first, so that there is one copy at most.
+    def save(
+        self,
+        engine: Engine,
+        prompt: ResolvedInput,
+        options: SaveOptions,
+        *,
+        unusable: frozenset[str] = frozenset(),
+    ) -> Future[Saved]:
+        """Copies the state of the first held tokens, which must be those of `prompt`, and starts to save it. The future gives the
+        `SaveResult` or the error. A save that is still in flight is finished first, so that there is one copy at most.
+        `unusable` as in `checkpoints.save.save`.
 
         Raises:
             EngineFailed, Unsupported: there is no state to save.
         """
         self.finish()
-        snapshot = Snapshot(engine, n_tokens)
-        self._token_ids = snapshot.held_token_ids()
-        self._in_flight = self._worker.submit(_save, self._context, snapshot, given, options)
+        self._token_ids = prompt.token_ids  # here, and not in the worker: a tokenizer is not for two threads
+        copied = PrefixView(engine, len(self._token_ids), copy=True)
+        self._in_flight = self._worker.submit(_save, self._context, copied, prompt, options, unusable)
         return self._in_flight
 
     def finish(self) -> None:
@@ -96,14 +67,20 @@ class BackgroundSaver:
             self._in_flight.result()
 
     def n_shared(self, token_ids: TokenIds) -> int:
-        """How many token ids an input begins with like the state that is being saved; 0 when none is."""
+        """The number of tokens that an input shares at its start with the state that is being saved; 0 if none is."""
         if self._in_flight is None or self._in_flight.done():
             return 0
         return common_prefix(self._token_ids, token_ids)
 
 
-def _save(context: RegistryContext, snapshot: Snapshot, given: Input, options: SaveOptions) -> Saved:
+def _save(
+    context: RegistryContext,
+    copied: PrefixView,
+    prompt: ResolvedInput,
+    options: SaveOptions,
+    unusable: frozenset[str],
+) -> Saved:
     try:
-        return saving.save(context, snapshot, given, options)
+        return saving.save(context, copied, prompt, options, unusable=unusable)
     except LlamaCkptError as error:
         return without_frames(error)

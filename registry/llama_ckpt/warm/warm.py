@@ -1,47 +1,43 @@
-"""Warming: the engine comes to hold an input, by the longest beginning of it that it or the registry has, and the rest is
-evaluated and saved; of many processes that lack the same rest one does that (`single_flight`).
+"""Brings an engine to the state of an input: keeps or restores the longest known prefix, evaluates the rest, and saves the state.
+Of many processes that need the same tokens, one evaluates them (`single_flight`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from llama_ckpt.checkpoints import restore as restoring
 from llama_ckpt.checkpoints import save as saving
-from llama_ckpt.checkpoints.match import common_prefix
-from llama_ckpt.checkpoints.register import SaveOptions
-from llama_ckpt.checkpoints.restore import RestoreOptions
+from llama_ckpt.checkpoints.inputs import ResolvedInput, SaveOptions
+from llama_ckpt.checkpoints.restore import Candidates
 from llama_ckpt.context import RegistryContext
 from llama_ckpt.engine import Engine, Progress
+from llama_ckpt.engine.held import n_reusable
 from llama_ckpt.errors import BadInput, LlamaCkptError
-from llama_ckpt.fingerprint import Input, TokenIds, as_token_ids, flight_key
-from llama_ckpt.values import MatchResult, MemoryKind, Outcome, RestoreResult, SaveResult, WarmResult
+from llama_ckpt.fingerprint import TokenIds, common_prefix, flight_key
+from llama_ckpt.values import MatchResult, Outcome, RestoreResult, SaveResult, WarmResult
 from llama_ckpt.warm.single_flight import SingleFlight
-
-Match = Callable[..., MatchResult]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmOptions:
-    """How an input is to be warmed, as `Registry.warm` describes it."""
+    """The options of `Registry.warm`."""
 
     save: SaveOptions
-    shared_prefix: Input | None
+    shared_prefix: ResolvedInput | None
     wait_s: float
     progress: Progress
 
 
-def warm(context: RegistryContext, engine: Engine, given: Input, match: Match, options: WarmOptions) -> WarmResult:
-    """As `Registry.warm`; `match` is `Registry.match`."""
+def warm(context: RegistryContext, engine: Engine, prompt: ResolvedInput, options: WarmOptions) -> WarmResult:
+    """As `Registry.warm`."""
     started = time.perf_counter()
-    token_ids = saving.token_ids_of(engine, given)
-    warming = _Warming(context, engine, match, options)
+    n_tokens = len(prompt.token_ids)
+    warming = _Warming(context, engine, options)
     if options.shared_prefix is not None:
-        _require_prefix(options.shared_prefix, given)
-        warming.prepare(options.shared_prefix, given, token_ids)
-    restored, saved = warming.bring(given, token_ids)
+        _require_prefix(options.shared_prefix, prompt)
+        warming.prepare(options.shared_prefix, prompt)
+    restored, saved = warming.bring(prompt)
     if warming.of_prefix is not None and warming.of_prefix.n_restored > restored.n_restored:
         restored = warming.of_prefix
     return WarmResult(
@@ -49,7 +45,7 @@ def warm(context: RegistryContext, engine: Engine, given: Input, match: Match, o
         save=saved,
         n_restored=warming.n_restored,
         n_evaluated=warming.n_evaluated,
-        n_kept=max(0, len(token_ids) - warming.n_restored - warming.n_evaluated),
+        n_kept=max(0, n_tokens - warming.n_restored - warming.n_evaluated),
         waited_s=warming.flight.waited_s,
         gave_up=warming.flight.gave_up,
         elapsed_s=time.perf_counter() - started,
@@ -57,139 +53,128 @@ def warm(context: RegistryContext, engine: Engine, given: Input, match: Match, o
     )
 
 
-def _require_prefix(prefix: Input, given: Input) -> None:
-    """A text is a prefix of a text, token ids of token ids."""
-    if isinstance(prefix, str) and isinstance(given, str):
-        is_prefix = given.startswith(prefix)
-    elif isinstance(prefix, str) or isinstance(given, str):
+def _require_prefix(shared: ResolvedInput, prompt: ResolvedInput) -> None:
+    """A text can be a prefix of a text, and token ids of token ids."""
+    prefix, whole = shared.prompt, prompt.prompt
+    if isinstance(prefix, str) and isinstance(whole, str):
+        is_prefix = whole.startswith(prefix)
+    elif isinstance(prefix, str) or isinstance(whole, str):
         reason = "input and shared prefix are of two kinds: give both as text, or both as token ids"
         raise BadInput(what="shared_prefix", value=type(prefix).__name__, reason=reason)
     else:
-        ids = as_token_ids(prefix)
-        is_prefix = common_prefix(ids, as_token_ids(given)) == len(ids)
+        is_prefix = common_prefix(shared.token_ids, prompt.token_ids) == len(shared.token_ids)
     if not is_prefix:
-        told = f"{type(prefix).__name__} of {len(prefix)}"
-        raise BadInput(what="shared_prefix", value=told, reason="the input does not begin with it")
+        value = f"{type(prefix).__name__} of {len(prefix)}"
+        raise BadInput(what="shared_prefix", value=value, reason="the input does not begin with it")
 
 
 class _Warming:
-    """One call of `warm`, and what it did so far."""
+    """One call of `warm`, and what it has done so far."""
 
-    def __init__(self, context: RegistryContext, engine: Engine, match: Match, options: WarmOptions) -> None:
-        self._context, self._engine, self._match, self._options = context, engine, match, options
+    def __init__(self, context: RegistryContext, engine: Engine, options: WarmOptions) -> None:
+        self._context, self._engine, self._options = context, engine, options
         self.flight = SingleFlight(context, options.wait_s)
         self.n_restored = self.n_evaluated = 0
         self.of_prefix: RestoreResult | None = None
         self.problem: LlamaCkptError | None = None
 
-    def prepare(self, prefix: Input, given: Input, token_ids: TokenIds) -> None:
-        """Brings the engine to the state of a shared prefix first, if neither it nor the registry has what the input shares with
-        it. At the prefix's end a tokenizer may cut the input otherwise: then they share some tokens less.
+    def prepare(self, shared: ResolvedInput, prompt: ResolvedInput) -> None:
+        """Brings the engine to the state of the shared prefix first, unless it or the registry has what the input shares with it.
+        The tokenizer may split the input differently at the end of the prefix: then they share some tokens less.
         """
-        prefix_ids = saving.token_ids_of(self._engine, prefix)
-        n_shared = common_prefix(prefix_ids, token_ids)
-        if n_shared < self._context.min_match_tokens or self._n_held(token_ids) >= n_shared:
+        n_shared = common_prefix(shared.token_ids, prompt.token_ids)
+        if n_shared < self._context.min_match_tokens or self._n_held(prompt.token_ids) >= n_shared:
             return
-        if self._n_known(self._ask(given), token_ids) < n_shared:
-            self.of_prefix, _ = self.bring(prefix, prefix_ids)
+        match = Candidates(self._context, self._engine, prompt).find()
+        if _n_known(match, prompt.token_ids) < n_shared:
+            self.of_prefix, _ = self.bring(shared)
 
-    def bring(self, given: Input, token_ids: TokenIds) -> tuple[RestoreResult, SaveResult | None]:
-        """Brings the engine to the state of an input, and leaves it to others when that has ended, however it did."""
+    def bring(self, prompt: ResolvedInput) -> tuple[RestoreResult, SaveResult | None]:
+        """Brings the engine to the state of an input. However it ends, the claim is given back."""
+        candidates = Candidates(self._context, self._engine, prompt)
         try:
-            restored = self._restore(given, token_ids, self._found(given, token_ids, None))
-            failed = restored if restored.outcome is not Outcome.HIT and restored.checkpoint is not None else None
-            if failed is not None and failed.outcome is Outcome.NO_MATCH:  # of no use for good: the next best one
-                restored = self._restore(given, token_ids, self._found(given, token_ids, failed))
+            restored = self._restore(candidates)
             self.n_restored += restored.n_restored
             self.n_evaluated += restored.n_evaluated
             self.problem = self.problem or restored.error
-            if restored.n_evaluated:  # all of it was there
+            if restored.n_evaluated:  # the registry had all of it
                 return restored, None
-            return restored, self._compute(given, token_ids, restored.n_restored, failed)
+            return restored, self._compute(prompt, restored.n_restored, candidates.unusable)
         finally:
             self.flight.leave()
 
-    def _found(self, given: Input, token_ids: TokenIds, failed: RestoreResult | None) -> MatchResult:
-        """What the registry has of an input, when nobody else computes what it lacks: that is claimed then, or was waited for
-        long enough.
+    def _restore(self, candidates: Candidates) -> RestoreResult:
+        """Restores the best checkpoint, unless the engine holds as much of the input already."""
+        token_ids = candidates.token_ids
+        for _ in candidates.tries():
+            match = self._find(candidates)
+            n_held, n_known = self._n_held(token_ids), _n_known(match, token_ids)
+            if match.outcome is Outcome.HIT and n_known <= n_held and n_known < len(token_ids):
+                return _kept(n_held)
+            result = candidates.restore(match)
+        return candidates.conclude(result)
+
+    def _find(self, candidates: Candidates) -> MatchResult:
+        """The best checkpoint, once no other process is computing what the registry lacks: it is claimed by then, or was
+        waited for long enough.
         """
+        token_ids, fingerprint = candidates.token_ids, self._engine.fingerprint
         while True:
-            found = self._ask(given, failed)
-            n_known = self._n_known(found, token_ids)
-            if n_known == len(token_ids) or found.outcome is Outcome.FAILED:
-                return found
-            if self._engine.memory_kind is not MemoryKind.FULL:
-                n_known = len(token_ids) - 1  # another's state cannot be cut: only that of the whole input is of use
-            key = flight_key(self._engine.fingerprint.digest, token_ids, n_known, self._context.block_size)
-            if self.flight.enter(key):
-                return found
-
-    def _ask(self, given: Input, failed: RestoreResult | None = None) -> MatchResult:
-        """The best checkpoint; none where that is the one of which a restore has failed."""
-        found = self._match(given, fingerprint=self._engine.fingerprint)
-        if failed is None or failed.checkpoint is None or found.checkpoint is None:
-            return found
-        if found.checkpoint.id != failed.checkpoint.id:
-            return found
-        return MatchResult(outcome=Outcome.NO_MATCH, reason=failed.reason, input_hash=found.input_hash)
-
-    def _n_known(self, found: MatchResult, token_ids: TokenIds) -> int:
-        return min(found.n_matching, len(token_ids)) if found.outcome is Outcome.HIT else 0
+            match = candidates.find()
+            n_known = _n_known(match, token_ids)
+            if n_known == len(token_ids) or match.outcome is Outcome.FAILED:
+                return match
+            if not self._engine.memory_kind.can_be_truncated:
+                n_known = len(token_ids) - 1  # the state of another input cannot be cut: only that of this one helps
+            key = flight_key(fingerprint.digest, token_ids, n_known, self._context.block_size)
+            if self.flight.should_compute(key):
+                return match
 
     def _n_held(self, token_ids: TokenIds) -> int:
-        """How many of the input's tokens the engine holds, if it is of use to keep them; fewer than all, as the last one is
-        decoded again.
-        """
-        held = self._engine.held_token_ids()
-        n_held = min(common_prefix(held, token_ids), len(token_ids) - 1)
-        if self._engine.memory_kind is not MemoryKind.FULL and n_held < len(held):
-            return 0  # it cannot be cut
-        return n_held if n_held >= self._context.min_match_tokens else 0
+        return n_reusable(self._engine, token_ids, self._context.min_match_tokens)
 
-    def _restore(self, given: Input, token_ids: TokenIds, found: MatchResult) -> RestoreResult:
-        """Restores what was found, unless the engine holds as much of the input already."""
-        n_held, n_known = self._n_held(token_ids), self._n_known(found, token_ids)
-        if found.outcome is not Outcome.HIT or n_known == len(token_ids) or n_known > n_held:
-            return restoring.restore(self._context, self._engine, given, lambda *_, **__: found, RestoreOptions())
-        return RestoreResult(
-            outcome=Outcome.NO_MATCH,
-            reason=f"the engine holds the first {n_held} tokens of the input already",
-            n_restored=0,
-            n_evaluated=0,
-            checkpoint=None,
-            elapsed_s=0.0,
-        )
-
-    def _compute(
-        self, given: Input, token_ids: TokenIds, n_restored: int, failed: RestoreResult | None
-    ) -> SaveResult | None:
-        """Evaluates what the engine does not hold, and saves the whole; None where it could not be saved."""
+    def _compute(self, prompt: ResolvedInput, n_restored: int, unusable: frozenset[str]) -> SaveResult | None:
+        """Evaluates what the engine does not hold, and saves the state; None if it could not be saved."""
         before, options = time.perf_counter(), self._options.save
-        n_kept = n_restored or self._n_held(token_ids)
-        n_tokens, saved = len(token_ids), None
-        # A state that cannot be cut cannot give its last token back, whose logits a restore must compute: it is saved one short.
-        is_cut = self._engine.memory_kind is MemoryKind.FULL
-        if not is_cut and n_kept < n_tokens - 1:
+        token_ids = prompt.token_ids
+        n_tokens, n_kept, saved = len(token_ids), n_restored or self._n_held(token_ids), None
+        # A restore must decode the last token again, for its logits. A state that cannot be cut cannot give that token back: so
+        # it is saved one token short.
+        can_be_truncated = self._engine.memory_kind.can_be_truncated
+        if not can_be_truncated and n_kept < n_tokens - 1:
             self._engine.evaluate(token_ids[:-1], self._progress, n_kept=n_kept)
-            saved = self._save(token_ids[:-1], options, failed)
+            saved = self._save(ResolvedInput(token_ids[:-1]), options, unusable)
             self._engine.evaluate(token_ids, self._progress, n_kept=n_tokens - 1)
         else:
             self._engine.evaluate(token_ids, self._progress, n_kept=n_kept)
         self.n_evaluated += n_tokens - n_kept
-        if n_kept == 0:  # what the rest took says nothing of the whole
+        if n_kept == 0:  # the time for a part would say nothing about the whole
             options = replace(options, prefill_ms=round((time.perf_counter() - before) * 1000))
-        return self._save(given, options, failed) if is_cut else saved
+        return self._save(prompt, options, unusable) if can_be_truncated else saved
 
-    def _save(self, given: Input, options: SaveOptions, failed: RestoreResult | None) -> SaveResult | None:
-        self.flight.renew(at_once=True)
+    def _save(self, prompt: ResolvedInput, options: SaveOptions, unusable: frozenset[str]) -> SaveResult | None:
+        self.flight.renew(force=True)
         try:
-            # What failed for the moment may be whole: only what was seen to be of no use is superseded.
-            no_use = failed.checkpoint if failed is not None and failed.outcome is Outcome.NO_MATCH else None
-            return saving.save(self._context, self._engine, given, options, instead_of=no_use)
+            return saving.save(self._context, self._engine, prompt, options, unusable=unusable)
         except LlamaCkptError as error:
-            self.problem = error  # the caller's to tell: it is in the result
+            self.problem = error  # the caller finds it in the result
             return None
 
     def _progress(self, done: int, total: int) -> None:
         self.flight.renew()
         self._options.progress(done, total)
+
+
+def _n_known(match: MatchResult, token_ids: TokenIds) -> int:
+    return min(match.n_matching, len(token_ids)) if match.outcome is Outcome.HIT else 0
+
+
+def _kept(n_held: int) -> RestoreResult:
+    return RestoreResult(
+        outcome=Outcome.NO_MATCH,
+        reason=f"the engine holds the first {n_held} tokens of the input already",
+        n_restored=0,
+        n_evaluated=0,
+        checkpoint=None,
+        elapsed_s=0.0,
+    )
