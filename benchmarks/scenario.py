@@ -34,7 +34,7 @@ def text_of(number: int) -> str:
         f"Day {d}: wind {d * 7 % 31} km/h, rain {d * 13 % 17} mm, pressure {990 + d % 40} hPa.\n" for d in range(40)
     )
     tail = "".join(
-        f"MatchQuery {number}.{i}: how was the weather on day {(number * 7 + i * 3) % 40}?\n" for i in range(10)
+        f"Question {number}.{i}: how was the weather on day {(number * 7 + i * 3) % 40}?\n" for i in range(10)
     )
     return document[:N_SHARED] + tail[: N_CHARACTERS - N_SHARED]
 

@@ -16,7 +16,7 @@ from llama_cpp.llama_cache import LlamaDiskCache
 
 from llama_ckpt.engine.llamacpp import LlamaCppEngine
 from llama_ckpt.fingerprint import TokenIds
-from llama_ckpt_cli.demo import prompt_of, smollm2
+from llama_ckpt_cli.demo_model import prompt_of, smollm2
 
 
 def engine_for(n_tokens: int) -> LlamaCppEngine:

@@ -1,4 +1,4 @@
-"""The application: all commands, and the one place that turns an error into a sentence and an exit code."""
+"""The application: all commands, and the only place that turns an error into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -13,25 +13,34 @@ import typer
 
 from llama_ckpt import __version__
 from llama_ckpt.errors import LlamaCkptError, StoreFull
+from llama_ckpt.humanize import printable
 from llama_ckpt_cli import (
-    administration,
-    batch,
-    checkpoints,
-    demo,
-    diagnosis,
-    exchange,
-    inspection,
-    maintenance,
-    pruning,
-    repairs,
-    schedules,
-    verification,
+    adopt_cmd,
+    batch_cmd,
+    checkpoints_cmd,
+    config_cmd,
+    db_cmd,
+    demo_cmd,
+    doctor_cmd,
+    explain_cmd,
+    export_cmd,
+    gc_cmd,
+    inspect_cmd,
+    match_cmd,
+    prune_cmd,
+    purge_cmd,
+    repair_cmd,
+    schedule_cmd,
+    stats_cmd,
+    verify_cmd,
+    warm_cmd,
 )
-from llama_ckpt_cli.output import printable
+from llama_ckpt_cli.help_format import HelpGroup
 
 app = typer.Typer(
     name="llama-ckpt",
-    help="Registry and garbage collector for llama.cpp KV-cache checkpoints.",
+    cls=HelpGroup,
+    context_settings={"help_option_names": ["--help", "-h"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -47,15 +56,21 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Registry and garbage collector for llama.cpp KV-cache checkpoints."""
+    """Registry and garbage collector for llama.cpp KV-cache checkpoints: save the state of a prompt once, restore it instead of
+    evaluating it again, and keep the disk within limits.
+    """
 
 
+# In the order in which the help lists them.
 COMMANDS = (
-    *(demo, batch, checkpoints, exchange, inspection, verification, repairs, diagnosis),
-    *(pruning, maintenance, schedules, administration),
+    *(demo_cmd, warm_cmd, batch_cmd, match_cmd),
+    *(inspect_cmd, verify_cmd, stats_cmd, explain_cmd, doctor_cmd, config_cmd),
+    *(prune_cmd, gc_cmd, purge_cmd),
+    *(schedule_cmd, adopt_cmd, export_cmd, repair_cmd),
+    *(checkpoints_cmd, db_cmd),
 )
 for module in COMMANDS:
     module.add_to(app)
@@ -63,7 +78,7 @@ for module in COMMANDS:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and gives its exit code. LLAMA_CKPT_DEBUG=1 shows the traceback of an error."""
-    for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding cannot say is spelt out
+    for stream in (sys.stdout, sys.stderr):  # characters that the terminal's encoding does not have are escaped
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -82,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Python would try to write the rest once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return StoreFull.exit_code
-    except Exception as error:  # noqa: BLE001 - the last place: a sentence, and how to get the rest
+    except Exception as error:  # noqa: BLE001 - the last place: a message, and how to get the traceback
         return _internal(error)
     return 0
 
@@ -92,7 +107,7 @@ def _debugging() -> bool:
 
 
 def _internal(error: Exception) -> int:
-    """A fault of the program: one sentence, and how to get the rest."""
+    """Reports a bug of this program: one sentence, and how to get the traceback."""
     if _debugging():
         raise error
     sys.stderr.write(f"llama-ckpt: internal error: {type(error).__name__}: {printable(str(error))}\n")

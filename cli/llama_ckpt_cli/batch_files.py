@@ -1,4 +1,4 @@
-"""What `batch` reads and writes: inputs and results as JSON Lines. Results that stand in the output are not computed again."""
+"""What `batch` reads and writes: inputs and results as JSON Lines. An input that has a result is not computed again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A line of the inputs, counted from 1: an input, or why it is none. `id` and `label` are the user's."""
+    """A line of the inputs, counted from 1: an input, or why it cannot be used. `id` and `label` are the user's."""
 
     number: int
     given: Input | None = None
@@ -28,7 +28,7 @@ class Line:
 
     @property
     def input_hash(self) -> str | None:
-        """The input hash in hex; None where it has none."""
+        """The input hash in hex; None if the line is not a valid input."""
         from llama_ckpt.errors import BadInput
         from llama_ckpt.fingerprint import hash_input
 
@@ -39,7 +39,7 @@ class Line:
 
 
 def read_lines(file: str) -> Iterator[Line]:
-    """The lines of a JSON Lines file, `-` for stdin; blank ones are passed over.
+    """The lines of a JSON Lines file, `-` for stdin; blank ones are skipped.
 
     Raises:
         BadInput: the file cannot be read.
@@ -47,7 +47,7 @@ def read_lines(file: str) -> Iterator[Line]:
     from llama_ckpt.errors import BadInput
 
     try:
-        with open(file, "rb") if file != "-" else _kept_open(sys.stdin.buffer) as lines:  # noqa: PTH123 - `-` is no path
+        with open(file, "rb") if file != "-" else _kept_open(sys.stdin.buffer) as lines:  # noqa: PTH123 - `-` is not a path
             for number, data in enumerate(lines, 1):
                 if data.strip():
                     yield _line(number, data)
@@ -64,11 +64,11 @@ def _line(number: int, data: bytes) -> Line:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        return Line(number=number, error=f"it is no JSON: {error}")
+        return Line(number=number, error=f"it is not valid JSON: {error}")
     if isinstance(value, str):
         return Line(number=number, given=value)
     if not isinstance(value, dict):
-        return Line(number=number, error="it is neither a string nor an object")
+        return Line(number=number, error="it must be a string or an object")
     reason = _why_unusable(value)
     return Line(
         number=number,
@@ -86,25 +86,25 @@ def _is_id(value: object) -> bool:
 def _why_unusable(value: dict[str, Any]) -> str | None:
     """What is wrong with an object, if anything is."""
     if ("text" in value) == ("tokens" in value):
-        return "an object has either 'text' or 'tokens'"
+        return "an object must have either 'text' or 'tokens'"
     if not isinstance(value.get("text", ""), str):
-        return "'text' is no string"
+        return "'text' must be a string"
     tokens = value.get("tokens", [])
     if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
-        return "'tokens' is no list of whole numbers"
+        return "'tokens' must be a list of integers"
     if value.get("id") is not None and not _is_id(value["id"]):
-        return "'id' is neither a string nor a whole number"
+        return "'id' must be a string or an integer"
     if not isinstance(value.get("label"), str | None):
-        return "'label' is no string"
+        return "'label' must be a string"
     return None
 
 
 class Results:
-    """The results file. On opening, results of an earlier run stay: a last line that was cut off goes, and so do failures, which
-    are tried again. Each result is flushed as it is written, so that a kill loses none that was told.
+    """The results file. Opening it keeps the results of an earlier run, but drops an incomplete last line, and failures, so that
+    those inputs are tried again. Each result is flushed when it is written: a kill loses no result that was reported.
 
     Raises:
-        BadInput: the file has something else in it, or cannot be read or written.
+        BadInput: the file contains something other than results, or cannot be read or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -126,17 +126,17 @@ class Results:
         self._file.close()
 
     def has(self, line: Line) -> bool:
-        """Whether the result of this line stands in the file.
+        """Whether the file has a result for this line.
 
         Raises:
-            BadInput: a result of another input stands there under the line's number.
+            BadInput: the file has a result for another input under the line's number.
         """
         from llama_ckpt.errors import BadInput
 
         if line.number not in self._done:
             return False
         if self._done[line.number] != line.input_hash:
-            reason = f"its line {line.number} is of another input; name another file, or delete this one"
+            reason = f"its line {line.number} belongs to another input; give another file, or delete this one"
             raise BadInput(what="results file", value=str(self.path), reason=reason)
         return True
 
@@ -146,7 +146,7 @@ class Results:
         self._file.flush()
 
     def _keep_results(self) -> None:
-        """Leaves whole results alone in the file. Interrupted, it leaves the file as it was."""
+        """Removes everything but complete results from the file. If it is interrupted, the file stays as it was."""
         kept, dropped = [], False
         with self.path.open("rb") as old:
             for number, data in enumerate(old):
@@ -156,10 +156,10 @@ class Results:
                     self._done[result["line"]] = result["input_hash"]
                     kept.append(number)
         if dropped:
-            self._write_anew(set(kept))
+            self._rewrite(set(kept))
 
-    def _write_anew(self, kept: set[int]) -> None:
-        """The file with those of its lines alone, durable before it takes the old one's place."""
+    def _rewrite(self, kept: set[int]) -> None:
+        """Replaces the file by one with only these of its lines, which is durable before it gets the name."""
         descriptor, name = tempfile.mkstemp(prefix=f".{self.path.name[:100]}.", suffix=".tmp", dir=self.path.parent)
         temporary = Path(name)
         try:
@@ -173,7 +173,7 @@ class Results:
             temporary.unlink(missing_ok=True)
 
     def _result(self, data: bytes) -> dict[str, Any] | None:
-        """A result of the file; None for a failure and for a line that was cut off, which only the last one can be."""
+        """A result of the file; None for a failure and for an incomplete line, which only the last one can be."""
         from llama_ckpt.errors import BadInput
 
         if not data.endswith(b"\n"):
@@ -183,7 +183,7 @@ class Results:
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict) or not {"line", "input_hash", "error"} <= value.keys():
-            reason = "it has lines that are no results of batch; name another file"
+            reason = "it contains lines that are not results of batch; give another file"
             raise BadInput(what="results file", value=str(self.path), reason=reason)
         return value if value["error"] is None else None
 

@@ -7,10 +7,10 @@ import sys
 
 
 def main() -> None:
-    """Restores the prompt of the order, and answers with what happened and the next tokens."""
+    """Restores the prompt that stdin names, and writes the outcome and the next tokens."""
     from llama_ckpt.engine.llamacpp import LlamaCppEngine
     from llama_ckpt.registry import Registry
-    from llama_ckpt_cli.demo import continuation
+    from llama_ckpt_cli.demo_model import continuation
 
     order = json.load(sys.stdin)
     engine = LlamaCppEngine.from_path(order["model"], n_ctx=order["n_ctx"])

@@ -1,4 +1,4 @@
-"""What the commands read: a text, a hash, a model by name or file."""
+"""What the commands read: texts, token ids, hashes, and models by name or file."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import hashlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llama_ckpt.engine.llamacpp import LlamaCppEngine
@@ -17,16 +15,7 @@ if TYPE_CHECKING:
     from llama_ckpt.fingerprint import TokenIds
     from llama_ckpt_cli.output import Output
 
-TextFile = Annotated[
-    str | None, typer.Option("--text-file", "-f", help="File with the input's exact bytes (UTF-8); - reads stdin.")
-]
-Text = Annotated[str | None, typer.Option("--text", "-t", help="The input itself.")]
-Gguf = Annotated[Path, typer.Option("--model", "-m", help="The model, a GGUF file.")]
-ContextSize = Annotated[int, typer.Option("--n-ctx", min=1, help="Cells of the context; must hold the whole input.")]
-FlashAttention = Annotated[bool, typer.Option("--flash-attn", help="Use flash attention (V is not transposed).")]
-KvType = Annotated[str, typer.Option("--kv-type", help="Type of K and V: f16, f32, bf16, q8_0, q4_0, …")]
-_GGUF_HEAD = 1 << 24  # the architecture stands before the vocabulary
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads to evaluate with.")]
+_GGUF_HEAD = 1 << 24  # bytes; the architecture comes before the vocabulary
 
 
 def input_bytes(text: str | None, text_file: str | None) -> bytes:
@@ -39,7 +28,7 @@ def input_bytes(text: str | None, text_file: str | None) -> bytes:
 
     if (text is None) == (text_file is None):
         given = "neither" if text is None else "both"
-        raise BadInput(what="input", value=given, reason="give one of --text and --text-file")
+        raise BadInput(what="input", value=given, reason="give either --text or --text-file")
     if text is not None:
         return text.encode(errors="surrogateescape")
     return _read(str(text_file))
@@ -60,7 +49,7 @@ def input_text(text: str | None, text_file: str | None) -> str:
     """The input as text, newlines untouched.
 
     Raises:
-        BadInput: as `input_bytes`, or the bytes are no UTF-8.
+        BadInput: as `input_bytes`, or the bytes are not valid UTF-8.
     """
     from llama_ckpt.errors import BadInput
 
@@ -68,25 +57,27 @@ def input_text(text: str | None, text_file: str | None) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise BadInput(what="input", value=text_file or "--text", reason=f"it is no UTF-8: {error}") from error
+        raise BadInput(what="input", value=text_file or "--text", reason=f"it is not valid UTF-8: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """An input to look for: its hash; and the input itself, a text or token ids, where more than the hash is known. Bytes that
-    are no UTF-8 have only a hash.
+class InputQuery:
+    """An input to match: its hash, and the input itself (a text or token ids) if it is known. Bytes that are not valid UTF-8 have
+    only a hash.
     """
 
     input_hash: bytes
     given: str | TokenIds | None = None
 
 
-def asked_input(text: str | None, text_file: str | None, hash_hex: str | None, tokens_file: str | None) -> Asked:
-    """The input that a command was asked for, in exactly one of four ways.
+def input_query(
+    *, text: str | None, text_file: str | None, hash_hex: str | None, tokens_file: str | None
+) -> InputQuery:
+    """The input that the user gave, in exactly one of four ways.
 
     Raises:
-        BadInput: none or several are given; as `input_bytes`; an empty input; a hash that is no SHA-256 in hex; token ids that
-            are none.
+        BadInput: none or several are given; as `input_bytes`; the input is empty; the hash is not a SHA-256 in hex; the token ids
+            are not numbers.
     """
     from llama_ckpt.errors import BadInput
     from llama_ckpt.fingerprint import as_token_ids, tokens_hash
@@ -94,24 +85,24 @@ def asked_input(text: str | None, text_file: str | None, hash_hex: str | None, t
     ways = {"--text": text, "--text-file": text_file, "--tokens": tokens_file, "--hash": hash_hex}
     given = [way for way, value in ways.items() if value is not None]
     if len(given) != 1:
-        reason = "give one of --text, --text-file, --tokens and --hash"
+        reason = "give exactly one of --text, --text-file, --tokens and --hash"
         raise BadInput(what="input", value=" and ".join(given) or "none", reason=reason)
     if tokens_file is not None:
         ids = as_token_ids(_numbers(_read(tokens_file), tokens_file))
-        return Asked(tokens_hash(ids), ids)
+        return InputQuery(tokens_hash(ids), ids)
     if hash_hex is not None:
-        return Asked(_sha256(hash_hex))
-    return _asked_bytes(input_bytes(text, text_file), text_file or text)
+        return InputQuery(_sha256(hash_hex))
+    return _query_of_bytes(input_bytes(text, text_file), text_file or text)
 
 
-def _asked_bytes(data: bytes, name: str | None) -> Asked:
+def _query_of_bytes(data: bytes, name: str | None) -> InputQuery:
     from llama_ckpt.errors import BadInput
 
     if not data:
-        raise BadInput(what="input", value=name, reason="it is empty")
-    with contextlib.suppress(UnicodeDecodeError):  # a hash is all that other bytes have
-        return Asked(hashlib.sha256(data).digest(), data.decode())
-    return Asked(hashlib.sha256(data).digest())
+        raise BadInput(what="input", value=name, reason="the input is empty")
+    with contextlib.suppress(UnicodeDecodeError):  # other bytes have only a hash
+        return InputQuery(hashlib.sha256(data).digest(), data.decode())
+    return InputQuery(hashlib.sha256(data).digest())
 
 
 def _sha256(hash_hex: str) -> bytes:
@@ -123,24 +114,24 @@ def _sha256(hash_hex: str) -> bytes:
         raise BadInput(what="input hash", value=hash_hex, reason="a SHA-256 has 64 hex digits") from error
 
 
-_DIGITS = 20  # more than any token id has; Python reads no number of thousands
+_DIGITS = 20  # more than any token id has; Python does not parse numbers of thousands of digits
 
 
 def _numbers(data: bytes, name: str) -> list[int]:
-    """Whole numbers with blanks, commas or brackets between them, as people and JSON write lists."""
+    """Integers separated by blanks, commas or brackets, as people and JSON write lists."""
     from llama_ckpt.errors import BadInput
 
     words = data.translate(bytes.maketrans(b",[]", b"   ")).split()
     if wrong := next((word for word in words if not word.isdigit() or len(word) > _DIGITS), None):
         shown = wrong[:20].decode(errors="replace")
         raise BadInput(
-            what="token ids", value=name, reason=f"{shown!r} is no whole number from 0 on, of at most {_DIGITS} digits"
+            what="token ids", value=name, reason=f"{shown!r} is not a non-negative integer of at most {_DIGITS} digits"
         )
     return [int(word) for word in words]
 
 
 def load_vocabulary(model: str, out: Output) -> LlamaCppVocabulary | None:
-    """The vocabulary of a GGUF file; None with a note where it cannot be had, since whole inputs are found without."""
+    """The vocabulary of a GGUF file; None with a note if it cannot be loaded, since complete matches do not need it."""
     from llama_ckpt.errors import BadInput, EngineMissing
 
     try:
@@ -148,15 +139,15 @@ def load_vocabulary(model: str, out: Output) -> LlamaCppVocabulary | None:
 
         return LlamaCppVocabulary(model)
     except (BadInput, EngineMissing) as error:
-        out.note(f"only the same input is looked for, no beginning of it: {error}")
+        out.note(f"only a complete match is searched for, no prefix match: {error}")
         return None
 
 
 def weights_of(model: str, out: Output) -> bytes | None:
-    """The weights' SHA-256 where `model` is a GGUF file; None where it is a registered name. Needs no llama-cpp-python.
+    """The weights' SHA-256 if `model` is a GGUF file; None if it is a registered name. Needs no llama-cpp-python.
 
     Raises:
-        BadInput: it is called as a GGUF file, which is not there.
+        BadInput: the name is that of a GGUF file, which does not exist.
     """
     from llama_ckpt.errors import BadInput
 
@@ -184,7 +175,7 @@ def architecture_of(model: Path) -> str:
 
     Raises:
         BadInput: the file cannot be read.
-        CorruptFile: it is no GGUF.
+        CorruptFile: it is not a GGUF.
     """
     from llama_ckpt.errors import BadInput
     from llama_ckpt.formats import gguf
@@ -208,11 +199,11 @@ def load_engine(
     threads: int | None = None,
     embedding: bool = False,
 ) -> LlamaCppEngine:
-    """The model as an engine; `type_v` where V is of another type than K.
+    """The model as an engine; give `type_v` if V has another type than K.
 
     Raises:
         EngineMissing: llama-cpp-python is not installed.
-        BadInput: the model cannot be loaded, or there is no such KV type.
+        BadInput: the model cannot be loaded, or the KV type does not exist.
     """
     from llama_ckpt.engine.llamacpp import LlamaCppEngine
     from llama_ckpt.errors import BadInput
@@ -220,9 +211,9 @@ def load_engine(
 
     types = {name: number for number, (name, _, _) in GGML_TYPES.items()}
     of_v = type_v or kv_type
-    for one in (kv_type, of_v):
-        if one not in types:
-            raise BadInput(what="KV type", value=one, reason=f"known are {', '.join(types)}")
+    for name in (kv_type, of_v):
+        if name not in types:
+            raise BadInput(what="KV type", value=name, reason=f"the types are {', '.join(types)}")
     if of_v not in ("f16", "f32", "bf16") and not flash_attn:
         raise BadInput(what="KV type", value=of_v, reason="a quantised V needs --flash-attn")
     options: dict[str, Any] = {

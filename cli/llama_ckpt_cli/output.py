@@ -5,25 +5,26 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from llama_ckpt.humanize import is_visible
+from llama_ckpt.humanize import printable
+from llama_ckpt_cli.tables import Column, Shorten, lines_of, shortened
 
 
 class Progress(Protocol):
-    """Hears how far something is, and what it is where that changes."""
+    """Receives how much of a work is done, and its name if that changes."""
 
     def __call__(self, done: int, total: int | None, what: str = ..., /) -> None:
-        """`total` None: nobody knows."""
+        """`total` is None if it is not known."""
 
 
 class Output:
-    """Where a command speaks. `as_json` and `quiet` are the user's flags; quiet prints the bare value only."""
+    """Where a command writes. `as_json` and `quiet` are the user's flags; quiet prints only the bare values."""
 
     def __init__(self, *, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
@@ -51,37 +52,28 @@ class Output:
         sys.stdout.write("\n".join(map(printable, text.split("\n"))) + "\n")
 
     def note(self, text: str) -> None:
-        """Something worth knowing that is no result."""
+        """A note for the user that is not part of the result, on stderr; none with --quiet."""
         if not self.quiet:
             sys.stderr.write(printable(text) + "\n")
 
-    def fields(self, pairs: Mapping[str, Any]) -> None:
-        """Names and values, one a line."""
-        width = max(map(len, pairs), default=0)
+    def fields(self, pairs: Mapping[str, Any], shorten: Sequence[str] = ()) -> None:
+        """Names and values, one a line. On a terminal, the values of `shorten` lose their middle if the line is too long."""
+        names = max(map(len, pairs), default=0)
+        width = _terminal_width()
         for name, value in pairs.items():
-            self.line(f"{name:<{width}}  {'-' if value is None else printable(str(value))}")
+            text = "-" if value is None else printable(str(value))
+            if width is not None and name in shorten:
+                text = shortened(text, width - names - 2, Shorten.MIDDLE)
+            self.line(f"{name:<{names}}  {text}")
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-        """A table; as wide as the terminal, and uncut where stdout is no terminal."""
-        from rich import box
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in columns:
-            table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name == "id")
-        for row in rows:
-            table.add_row(*(escape(printable(cell)) for cell in row))
-        console = Console(file=sys.stdout, highlight=False, emoji=False)
-        if not console.is_terminal:
-            console = Console(file=sys.stdout, highlight=False, emoji=False, width=400, no_color=True)
-            table.expand = False
-        console.print(table)
+    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+        """A table: as wide as the terminal allows, and with complete cells if stdout is not a terminal."""
+        cells = [[printable(cell) for cell in row] for row in rows]
+        self.line("\n".join(lines_of(columns, cells, _terminal_width())))
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Progress]:
-        """A progress bar on stderr, on a terminal only; gives the function that hears (done, total), and what it is now."""
+        """A progress bar on stderr, only on a terminal. Gives the function to call with (done, total) and a new name."""
         if self.quiet or self.as_json or not sys.stderr.isatty():
             yield lambda _done, _total, _what=what: None
             return
@@ -91,11 +83,6 @@ class Output:
         with Progress(console=Console(file=sys.stderr), transient=True) as bar:
             task = bar.add_task(what, total=None)
             yield lambda done, total, what=what: bar.update(task, completed=done, total=total, description=what)
-
-
-def printable(text: str) -> str:
-    """`text` with control characters spelt out: what stands in a row, a file or a name must not steer a terminal."""
-    return "".join(c if is_visible(c) else repr(c)[1:-1] for c in text)
 
 
 def plain(value: Any) -> Any:
@@ -121,18 +108,6 @@ def plain(value: Any) -> Any:
             return value
 
 
-def span(seconds: float) -> str:
-    """A length of time for people: 3.2 ms, 4.5 s, 12 min, 3.4 h, 5.0 d."""
-    if seconds < 1:
-        return f"{seconds * 1000:.1f} ms"
-    for unit, length, limit in (("s", 1.0, 120), ("min", 60.0, 7200), ("h", 3600.0, 172800)):
-        if seconds < limit:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds / 86400:.1f} d"
-
-
-def when(time_us: int | None) -> str:
-    """A time in UTC to the second."""
-    if time_us is None:
-        return "-"
-    return datetime.fromtimestamp(time_us / 1_000_000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+def _terminal_width() -> int | None:
+    """Columns of the terminal on stdout; None if stdout is not a terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

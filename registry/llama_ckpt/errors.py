@@ -13,7 +13,7 @@ class LlamaCkptError(Exception):
 
     def __init__(self, **values: Any) -> None:
         self.values = values
-        # Under `python -OO` there are no docstrings: the values alone still tell what happened.
+        # Under `python -OO` there are no docstrings: the values alone still show what happened.
         template = inspect.cleandoc(type(self).__doc__ or "")
         message = template.format(**values) if template else f"{type(self).__name__}: {values}"
         super().__init__(message)
@@ -47,7 +47,7 @@ class MissingParent(NotFound):
 
 
 class Incompatible(LlamaCkptError):
-    """checkpoint and engine do not fit: {reason}"""
+    """this checkpoint cannot be used with this engine: {reason}"""
 
     exit_code = 4
 
@@ -70,19 +70,19 @@ class DatabaseUnavailable(LlamaCkptError):
 
 
 class CommitOutcomeUnknown(DatabaseUnavailable):
-    """the database {url} was lost while it committed, and may have done so: {reason}"""
+    """lost the connection to {url} during a commit; the change may or may not have been saved: {reason}. Run the command again: it checks first."""
 
     exit_code = 23
 
 
 class Busy(LlamaCkptError):
-    """another {what} is running (held by {holder} for another {seconds_left} s at most). Try again when it has ended."""
+    """another {what} is running: {holder}, for at most {seconds_left} s more. Try again when it has finished."""
 
     exit_code = 7
 
 
 class StoreFull(LlamaCkptError):
-    """no room for {needed} bytes under {path}: {reason}. Nothing was kept. Free some space (llama-ckpt prune, then llama-ckpt gc) or choose another --store."""
+    """no room for {needed} bytes under {path}: {reason}. Nothing was saved. Free some space (llama-ckpt prune, then llama-ckpt gc) or choose another --store."""
 
     exit_code = 8
 
@@ -106,19 +106,19 @@ class EngineFailed(LlamaCkptError):
 
 
 class VerifyFailed(LlamaCkptError):
-    """{n_failed} of {n_checked} checked did not verify"""
+    """{n_failed} of {n_checked} checks failed"""
 
     exit_code = 12
 
 
 class SchemaTooNew(LlamaCkptError):
-    """the database {url} is at schema {found}, which this llama-ckpt (schema {known}) does not know. Install a newer llama-ckpt; nothing was changed."""
+    """the database {url} has schema {found}, but this llama-ckpt only supports schemas up to {known}. Install a newer llama-ckpt. Nothing was changed."""
 
     exit_code = 13
 
 
 class StoreMismatch(LlamaCkptError):
-    """gc refuses to run: {evidence} (If you are sure, repeat with --force {registry_id})"""
+    """gc refuses to run: {evidence} If you are sure that store and database belong together, repeat with --force {registry_id}"""
 
     exit_code = 14
 
@@ -130,7 +130,7 @@ class BadInput(LlamaCkptError):
 
 
 class EngineStateMismatch(LlamaCkptError):
-    """the engine does not hold the state of this input: {reason}. Evaluate the input first, or call warm()."""
+    """the engine does not contain the state of this input: {reason}. Evaluate the input first, or call warm()."""
 
     exit_code = 16
 
@@ -142,7 +142,7 @@ class UnsafePath(LlamaCkptError):
 
 
 class FileMissing(LlamaCkptError):
-    """{path}: the file is not there"""
+    """the file {path} does not exist"""
 
     exit_code = 18
 
@@ -154,13 +154,13 @@ class Unsupported(LlamaCkptError):
 
 
 class Conflict(LlamaCkptError):
-    """another process was first: {what}"""
+    """another process changed the same data first: {what}. Try again."""
 
     exit_code = 20
 
 
 class SchemaTooOld(LlamaCkptError):
-    """the database {url} is at schema {found}, this llama-ckpt needs {known}. When no older llama-ckpt uses it any more: llama-ckpt db upgrade"""
+    """the database {url} has schema {found}, but this llama-ckpt needs schema {known}. Run llama-ckpt db upgrade when no older llama-ckpt uses the database any more."""
 
     exit_code = 21
 
@@ -172,7 +172,7 @@ class DoctorFailed(LlamaCkptError):
 
 
 def without_frames(error: LlamaCkptError) -> LlamaCkptError:
-    """An error that lives on in a result must not keep a state alive through its traceback, or that of what caused it."""
+    """The error without the tracebacks of itself and its causes: one that is kept in a result must not keep a state in memory."""
     one: BaseException | None = error
     while one is not None:
         one.__traceback__ = None

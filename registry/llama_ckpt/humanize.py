@@ -56,17 +56,7 @@ def timestamp(time_us: int | None) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` as one line, with control characters spelt out: a name or a message may contain some, and must not steer a
+    """`text` as one line, with control characters escaped: a name or a message may contain some, and must not control the
     terminal.
     """
     return "".join(c if is_visible(c) else repr(c)[1:-1] for c in text)
-
-
-def size(n_bytes: float) -> str:
-    """Bytes for people: 12 B, 3.4 KiB, 92.2 MiB."""
-    return bytes_(n_bytes)
-
-
-def count(n: int, noun: str) -> str:
-    """How many of something: 1 file, 2 files."""
-    return plural(n, noun)

@@ -74,7 +74,7 @@ def test_each_input_has_a_line_of_results_and_the_totals_are_told(batch, tmp_pat
     engine = TokenEngine()
     engine.evaluate(engine.token_ids(TEXTS[3]))
     assert (lines[3]["next_token"], lines[3]["confidence"]) == engine.next_token()
-    assert ran.fields["inputs"] == "5: 0 hit, 4 partial, 1 miss, 0 failed; 0 were there already"
+    assert ran.fields["inputs"] == "5: 0 hit, 4 partial, 1 miss, 0 failed; 0 already had a result"
     assert (ran.fields["tokens evaluated"], ran.fields["tokens kept"]) == ("55", "160")
     assert ran.fields["saved"].startswith("1 checkpoint, ")
     assert "case 4" in ran.out
@@ -150,7 +150,7 @@ def test_what_has_a_result_is_not_computed_again(batch, tmp_path):
     before = (tmp_path / "out.jsonl").read_bytes()
     ran = batch(TEXTS_JSON).succeeded()
     assert ran.fields["inputs"].startswith("2: ")
-    assert ran.fields["inputs"].endswith("; 3 were there already")
+    assert ran.fields["inputs"].endswith("; 3 already had a result")
     assert (tmp_path / "out.jsonl").read_bytes().startswith(before)
     assert [one["line"] for one in results(tmp_path)] == [1, 2, 3, 4, 5]
 
@@ -176,7 +176,7 @@ def test_a_line_that_failed_is_tried_again(batch, tmp_path):
 def test_results_of_other_inputs_are_refused_and_stay(batch, tmp_path):
     batch(TEXTS_JSON)
     before = (tmp_path / "out.jsonl").read_bytes()
-    batch([*TEXTS_JSON[:3], json.dumps("9 9"), TEXTS_JSON[4]]).refused(BadInput, "line 4 is of another input")
+    batch([*TEXTS_JSON[:3], json.dumps("9 9"), TEXTS_JSON[4]]).refused(BadInput, "line 4 belongs to another input")
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
@@ -184,7 +184,7 @@ def test_results_of_other_inputs_are_refused_and_stay(batch, tmp_path):
 def test_a_file_of_something_else_is_refused_and_stays(batch, tmp_path, content):
     (tmp_path / "out.jsonl").write_text(content)
     (tmp_path / "out.jsonl.tmp").write_text("mine")
-    batch(TEXTS_JSON).refused(BadInput, "no results of batch")
+    batch(TEXTS_JSON).refused(BadInput, "not results of batch")
     assert (tmp_path / "out.jsonl").read_text() == content
     assert (tmp_path / "out.jsonl.tmp").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.glob("*out.jsonl*")) == ["out.jsonl", "out.jsonl.tmp"]
@@ -210,7 +210,7 @@ def test_ctrl_c_ends_with_the_input_at_hand_and_the_results_are_there(place, tmp
     ran = in_a_child("interrupt", 2, tmp_path, "full")
     assert ran.returncode == 130
     assert "2: 0 hit, 1 partial, 1 miss" in ran.stdout
-    assert "goes on from here" in ran.stderr
+    assert "run the same command again to continue" in ran.stderr
     assert [one["line"] for one in results(tmp_path)] == [1, 2]
     with Registry.open(store=place) as registry:
         assert len(registry.list()) == 2, "the saves in flight were finished"

@@ -52,10 +52,10 @@ def test_warm_of_an_input_that_goes_on_from_a_known_one_says_that_it_restored_a_
     run("warm", *stand_in, "--text", shared).succeeded()
     longer = run("warm", *stand_in, "--text", f"{shared} 7 8").succeeded().fields
     told = [longer[name] for name in ("outcome", "tokens restored", "tokens evaluated")]
-    assert told == ["restored in part, saved", "20", "2"]
+    assert told == ["partly restored, saved", "20", "2"]
     monkeypatch.setattr(Store, "free_bytes", lambda _: 1000)
     unsaved = run("warm", *stand_in, "--text", f"{shared} 9")
-    assert (unsaved.code, unsaved.fields["outcome"]) == (StoreFull.exit_code, "restored in part, not saved")
+    assert (unsaved.code, unsaved.fields["outcome"]) == (StoreFull.exit_code, "partly restored, not saved")
 
 
 def test_warm_keeps_the_label_and_the_expiry(run, stand_in):
@@ -91,8 +91,8 @@ def test_warm_that_cannot_save_says_so_once(run, stand_in, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ([], "give one of"),
-        (["--text", "one", "--text-file", "prompt.txt"], "give one of"),
+        ([], "give either --text or --text-file"),
+        (["--text", "one", "--text-file", "prompt.txt"], "give either --text or --text-file"),
         (["--text-file", "nothing.txt"], "nothing.txt"),
         (["--text", "\udcff"], "UTF-8"),
         (["--text", "one", "--expires-in", "soon"], "--expires-in"),

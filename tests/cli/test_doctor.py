@@ -115,7 +115,8 @@ def test_a_name_with_a_line_break_makes_no_line_of_its_own(run, tmp_path):
 
 def test_a_model_without_the_engine_fails_with_what_installs_it(run, populated, gguf, monkeypatch):
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    monkeypatch.delitem(sys.modules, "llama_ckpt.engine.llamacpp", raising=False)
+    for module in ("_llama", "llamacpp"):
+        monkeypatch.delitem(sys.modules, f"llama_ckpt.engine.{module}", raising=False)
     ran = run("doctor", "--model", gguf)
     ran.failed(DoctorFailed, "1 of ")
     assert "FAIL  model reuse: " in ran.lines[-1]

@@ -343,7 +343,7 @@ def test_a_gc_in_a_read_only_store_tells_each_file_and_deletes_none(as_another_u
     assert removed[0] == 0
     assert template.ids["one"] in collected[1]
     assert "EACCES" in collected[1]
-    assert "1 could not be deleted" in collected[1]
+    assert "1 file could not be deleted" in collected[1]
     assert len(list((shared / "read-only").rglob("*.llam"))) == 4
 
 

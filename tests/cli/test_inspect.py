@@ -68,14 +68,14 @@ def test_a_good_file_shows_every_field_of_its_header_and_its_first_bytes(run, fi
         "type_k": "f16",
     }
     assert {name: shown.get(name) for name in expected} == expected
-    assert shown["size_bytes"].startswith(f"{len(whole)} ")
-    assert shown["payload_size"].startswith(f"{header.payload_size} ")
+    assert shown["size_bytes"].startswith(f"{len(whole):,} ")
+    assert shown["payload_size"].startswith(f"{header.payload_size:,} ")
     assert shown["flags"].startswith("0x2")
     assert shown["created"].endswith(" UTC")
     assert (shown["format"], shown["magic"]) == ("LLAM", "at byte 0")
     assert shown["first 16 bytes"].startswith("4c 4c 41 4d 02 00 00 00 ")
     assert whole[:16].hex(" ") in shown["first 16 bytes"]
-    assert shown["verdict"].startswith("whole")
+    assert shown["verdict"].startswith("complete")
     assert not data_folder.exists()
 
 
@@ -152,7 +152,7 @@ def test_every_file_of_an_engine_is_told_with_what_is_in_it(run, file, data_fold
     loads = [verdict["engine"] for verdict in shown["engines"] if verdict["loads"]]
     assert len(loads) == (0 if zeros else 1)
     people = run("inspect", path).succeeded().fields
-    assert people["verdict"].startswith("whole: every byte is where it has to be")
+    assert people["verdict"].startswith("complete: every byte is where it has to be")
     assert people["magic"] == f"at byte {zeros}"
     for verdict in shown["engines"]:
         assert people[verdict["engine"]] == f"{verdict['says']}; through llama-ckpt: {verdict['through_llama_ckpt']}"
@@ -202,7 +202,7 @@ def test_a_folder_has_a_line_for_each_file_and_totals(run, folder, data_folder):
     assert lines["slots/slot0.bin"][1:5] == ["ggsq", "4", "4", "4"]
     assert "DAMAGED:" in lines["slots/slot1.bin"]
     assert "symlink," in lines["link.llam"]
-    assert shown.lines[-1].endswith(": 2 whole, 1 not whole, 3 no checkpoints")
+    assert shown.lines[-1].endswith(": 2 complete, 1 damaged or incomplete, 3 not checkpoints")
     assert run("inspect", folder, "-q").lines == [str(folder / "slots" / "slot1.bin")]
 
 
@@ -255,7 +255,7 @@ def test_several_paths_are_shown_one_after_the_other(run, folder, data_folder):
 def test_a_shifted_file_is_whole_and_the_magics_place_is_told(run, file, whole, data_folder, zeros):
     shown = run("inspect", file(bytes(zeros) + whole)).succeeded().fields
     assert shown["magic"] == f"at byte {zeros}"
-    assert shown["verdict"].startswith("whole")
+    assert shown["verdict"].startswith("complete")
     assert shown["first 16 bytes"].startswith("00 " * zeros + "4c 4c 41 4d ")
     assert not data_folder.exists()
 
@@ -298,7 +298,7 @@ def test_a_file_of_any_name_is_shown_with_its_name_spelt_out(run, whole, tmp_pat
     shown = run("inspect", path).succeeded()
     assert "\x1b" not in shown.out
     assert shown.fields["file"].startswith(str(tmp_path))
-    assert shown.fields["verdict"].startswith("whole")
+    assert shown.fields["verdict"].startswith("complete")
 
 
 def test_a_database_that_cannot_be_reached_does_not_matter(run, file, whole, data_folder):

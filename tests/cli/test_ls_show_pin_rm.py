@@ -56,14 +56,14 @@ def test_ls_filters(run, populated, options, names):
 def test_an_empty_list_is_told_on_stderr_and_is_no_error(run, populated, options):
     listed = run("ls", *options)
     assert (listed.code, listed.out) == (0, "")
-    assert "no checkpoints" in listed.err
+    assert "no ACTIVE checkpoints" in listed.err
     assert run("ls", *options, "--json").json() == []
     quiet = run("ls", *options, "-q")
     assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
 
 
 def test_a_list_that_was_cut_says_so(run, populated):
-    assert "--limit shows more" in run("ls", "--limit", "3").err
+    assert "--limit lists more" in run("ls", "--limit", "3").err
 
 
 def test_a_list_that_is_just_whole_does_not_say_that_it_was_cut(run, populated):
@@ -230,7 +230,7 @@ def test_several_checkpoints_are_changed_at_once(run, populated, command):
 def test_rm_makes_the_row_stale_and_leaves_the_file_to_gc(run, populated):
     removed = run("rm", populated.ids["one"]).succeeded()
     assert removed.out.startswith(populated.ids["one"])
-    assert "gc frees it after the grace" in removed.out
+    assert "gc deletes its file after the grace period" in removed.out
     row = populated.row("one")
     assert (row.status, row.stale_reason) == ("STALE", "removed")
     assert populated.path("one").exists()

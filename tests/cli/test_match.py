@@ -95,7 +95,7 @@ def test_a_hash_that_is_no_sha256_is_refused(run, populated, given):
     ids=["neither", "text and file", "text and hash", "file and hash", "tokens and text"],
 )
 def test_an_input_is_given_in_exactly_one_way(run, populated, given):
-    run("match", *given).refused(BadInput, "give one of", "--text", "--text-file", "--tokens", "--hash")
+    run("match", *given).refused(BadInput, "give exactly one of", "--text", "--text-file", "--tokens", "--hash")
 
 
 def test_who_gives_no_input_is_told_all_four_ways(run, populated):
@@ -112,7 +112,7 @@ def test_an_empty_input_is_refused(run, populated, tmp_path, stdin, how):
     stdin(b"")
     (tmp_path / "empty.txt").touch()
     given = {"text": ["--text", ""], "file": ["-f", tmp_path / "empty.txt"], "stdin": ["-f", "-"]}[how]
-    run("match", *given).refused(BadInput, "it is empty")
+    run("match", *given).refused(BadInput, "the input is empty")
 
 
 @pytest.mark.parametrize(("model", "name"), [("sample", "one"), ("other", "other")])
@@ -206,7 +206,7 @@ def test_token_ids_are_matched_by_prefix_with_what_matches_and_where_it_diverges
     assert found["reason"] == "input and checkpoint begin with the same 30 tokens"
     assert found["tokens matching"] == "30 of 32; the checkpoint has 40"
     assert found["tokens reusable"] == "30 of 32"
-    assert found["diverges at token"] == "30"
+    assert found["differs at token"] == "30"
     told = run("match", "--tokens", ids_file(*range(30), 99), "--json").succeeded().json()
     assert (told["n_matching"], told["n_reusable"], told["n_tokens"]) == (30, 30, 31)
     assert told["divergence"] == {"at": 30, "before": None, "in_input": None, "in_checkpoint": None}
@@ -225,9 +225,9 @@ def test_token_ids_are_read_from_a_json_list_on_stdin(run, long_store, stdin):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("1 two 3", "'two' is no whole number"),
+        ("1 two 3", "'two' is not a non-negative integer"),
         ("", "at least one id"),
-        ("-1", "'-1' is no whole number"),
+        ("-1", "'-1' is not a non-negative integer"),
         ("99999999999", "outside 0 .. 2147483647"),
     ],
     ids=["a word", "nothing", "negative", "too large"],
@@ -246,7 +246,7 @@ def test_a_prefix_below_the_floor_is_no_match_and_the_nearest_is_named(run, long
         found.fields["reason"]
         == "the nearest checkpoint begins with 10 tokens of the input; fewer than 16 are no match"
     )
-    assert found.fields["diverges at token"] == "10"
+    assert found.fields["differs at token"] == "10"
     assert run("match", "--tokens", path, "--min-match-tokens", "10", "-q").succeeded().lines == [long_store]
     monkeypatch.setenv("LLAMA_CKPT_MIN_MATCH_TOKENS", "10")
     assert run("match", "--tokens", path, "-q").succeeded().lines == [long_store]
@@ -262,16 +262,16 @@ def test_a_text_is_tokenised_with_the_vocabulary_of_a_gguf_and_the_text_around_i
     monkeypatch.setattr(inputs, "load_vocabulary", lambda *_: TokenEngine())
     text = " ".join(map(str, [*range(20), 77]))
     found = run("match", "--text", text, "--model", model).succeeded().fields
-    assert (found["checkpoint"], found["diverges at token"]) == (long_store, "20")
-    assert found["after"] == "'12 13 14 15 16 17 18 19'"
-    assert (found["input goes on"], found["checkpoint goes on"]) == ("'77'", "'20 21 22 23 24 25 26 27'")
+    assert (found["checkpoint"], found["differs at token"]) == (long_store, "20")
+    assert found["text before"] == "'12 13 14 15 16 17 18 19'"
+    assert (found["input continues"], found["checkpoint continues"]) == ("'77'", "'20 21 22 23 24 25 26 27'")
 
 
 def test_a_gguf_that_has_no_vocabulary_still_finds_the_same_input_and_says_so_else(run, populated, gguf):
     assert run("match", "--text", "one", "--model", gguf, "-q").succeeded().lines == [populated.ids["one"]]
     found = run("match", "--text", "never saved", "--model", gguf)
     assert (found.code, found.fields["outcome"]) == (NO_MATCH, "no_match")
-    assert "only the same input is looked for, no beginning of it: " in found.err
+    assert "only a complete match is searched for, no prefix match: " in found.err
 
 
 def test_a_damaged_candidate_goes_stale_and_is_told(run, populated, long_store, ids_file):

@@ -18,7 +18,7 @@ def test_a_word_between_colons_is_no_emoji(run, populated):
 
 @pytest.mark.parametrize("given", [["--json"], ["--only", "stale"], ["--yes"]], ids=" ".join)
 def test_an_option_before_a_subcommand_is_not_lost_unseen(run, populated, given):
-    run("gc", *given, "runs").refused(BadInput, "behind runs", given[0])
+    run("gc", *given, "runs").refused(BadInput, "put it after runs", given[0])
     run("gc", "runs").succeeded()
 
 

@@ -165,7 +165,7 @@ def test_a_dry_gc_shows_the_plan_and_changes_nothing(run, populated, removed):
     for path in (populated.path("one"), orphan):
         assert str(path.relative_to(populated.root)) in shown.out
     assert shown.lines[-1].startswith("2 items, ")
-    assert "4 rows and 5 files seen" in shown.lines[-1]
+    assert "compared 4 rows with 5 files" in shown.lines[-1]
     assert len(run("gc", "--dry-run", "--now", "-q").succeeded().lines) == 2
     assert len(run("gc", "--dry-run", "--now", "--json").succeeded().json()["items"]) == 2
     assert populated.snapshot() == before
@@ -205,7 +205,7 @@ def test_a_file_that_cannot_be_deleted_is_told_and_the_rest_goes(run, populated,
     monkeypatch.setattr(Store, "remove", remove)
     ran = run("gc", "--yes", "--now")
     assert any(populated.ids["one"] in line and "EACCES" in line for line in ran.lines)
-    assert "1 could not be deleted" in ran.lines[-1]
+    assert "1 file could not be deleted" in ran.lines[-1]
     assert (populated.path("one").exists(), orphan.exists()) == (True, False)
 
 
@@ -416,7 +416,7 @@ def test_what_cannot_come_back_is_told_with_the_reason(run, populated):
     ran = run("unprune", populated.ids["one"])
     assert ran.code == VerifyFailed.exit_code
     assert "its file is freed already" in ran.out
-    run("unprune").refused(BadInput, "name ids, or --since")
+    run("unprune").refused(BadInput, "give either ids or --since")
     run("unprune", "--since", "yesterday").refused(BadInput, "yesterday")
 
 

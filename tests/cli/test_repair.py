@@ -73,7 +73,7 @@ def test_a_symlink_of_the_backups_name_that_leads_nowhere_is_not_written_through
 def test_a_whole_file_is_left_alone(run, damaged):
     damaged.write_bytes(WHOLE)
     for options in ([], ["--in-place"]):
-        assert run("repair", damaged, *options).succeeded().lines == [f"{damaged}: whole, nothing to repair"]
+        assert run("repair", damaged, *options).succeeded().lines == [f"{damaged}: complete, nothing to repair"]
     assert beside(damaged) == {"a file.llam": WHOLE}
 
 
@@ -113,7 +113,7 @@ def test_every_file_is_tried_whatever_became_of_the_others(run, damaged):
     ran = run("repair", bad, damaged.with_name("nowhere"), good)
     assert ran.code == CorruptFile.exit_code
     assert [line.partition("FAILED")[0] for line in ran.err.splitlines()] == [
-        f"{damaged.with_name('nowhere')}: the file is not there",
+        f"the file {damaged.with_name('nowhere')} does not exist",
         f"llama-ckpt: {bad}: Repair ",
     ]
     assert f"{good}: written to {good}.repaired" in ran.lines

@@ -183,7 +183,7 @@ def test_a_single_run_prunes_and_frees_by_the_policy_and_is_seen_in_status(run, 
 def test_a_single_run_while_another_one_is_under_way_is_a_success(run, populated):
     with contextlib.closing(Database(populated.url)) as database, database.write() as db:
         assert coordination.take_lease(db, "gc", "another host", 300) is not None
-    assert run("schedule", "run", "--once").succeeded().lines == ["nothing done: another run is under way"]
+    assert run("schedule", "run", "--once").succeeded().lines == ["nothing done: another run is active"]
     assert run("schedule", "run", "--once", "-q").succeeded().out == ""
     assert "another host" in run("schedule", "run", "--once", "--json").succeeded().json()["problem"]
     assert "another run was under way" in run("schedule", "status").out
@@ -312,7 +312,7 @@ def test_a_relative_database_is_named_in_full(run, populated, script, tmp_path, 
 def test_what_is_printed_says_where_it_goes_and_nothing_is_written(run, populated, kind, tmp_path):
     before = populated.snapshot()
     shown = run("schedule", "install", f"--{kind}").succeeded().out
-    assert re.search(r"(#|<!--) \S+: into .*(systemctl|crontab -e|launchctl|schtasks)", shown)
+    assert re.search(r"(#|<!--) \S+: put it into .*(systemctl|crontab -e|launchctl|schtasks)", shown)
     assert populated.snapshot() == before
     assert not (tmp_path / "xdg_config_home").exists()
     if kind in ("launchd", "windows"):
@@ -367,7 +367,7 @@ def test_what_a_unit_cannot_have_of_a_password_is_said(run, populated, monkeypat
 @pytest.mark.parametrize("action", ["install", "uninstall"])
 @pytest.mark.parametrize("words", [[], ["--cron", "--systemd"]], ids=["none", "two"])
 def test_one_timer_must_be_named(run, populated, action, words):
-    run("schedule", action, *words).refused(BadInput, "name one")
+    run("schedule", action, *words).refused(BadInput, "give exactly one of")
 
 
 def test_settings_of_a_named_file_get_into_the_unit_and_those_of_the_users_own_are_left_there(
@@ -430,7 +430,7 @@ def test_what_install_wrote_uninstall_takes_away_and_both_can_be_repeated(run, p
     assert files() > before
     assert all(line.startswith("removed: ") for line in run("schedule", "uninstall", f"--{kind}").succeeded().lines)
     assert files() - {"tools/crontab"} == before
-    assert run("schedule", "uninstall", f"--{kind}").succeeded().lines == [f"nothing of ours is in {kind}"]
+    assert run("schedule", "uninstall", f"--{kind}").succeeded().lines == [f"{kind} has no timer of this program"]
     assert run("schedule", "uninstall", f"--{kind}", "--json").json() == {"kind": kind, "removed": []}
 
 
@@ -486,7 +486,7 @@ def test_without_the_systems_own_command_nothing_is_written_and_nothing_is_there
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     run("schedule", "install", f"--{kind}", "--write").refused(Unsupported, TOOL_OF[kind], "without --write")
     assert not (tmp_path / "home").exists()
-    assert run("schedule", "uninstall", f"--{kind}").succeeded().lines == [f"nothing of ours is in {kind}"]
+    assert run("schedule", "uninstall", f"--{kind}").succeeded().lines == [f"{kind} has no timer of this program"]
 
 
 def test_a_folder_that_cannot_be_written_is_told(run, populated, tools, tmp_path):

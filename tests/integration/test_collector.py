@@ -435,7 +435,7 @@ def test_only_one_run_at_a_time_and_an_expired_one_is_taken_over(registry, engin
     with registry.database.write() as db:
         clock = db.exec_driver_sql("SELECT max(created_us) FROM llama_checkpoint_meta").scalar_one()
         db.execute(sa.update(registry_lease).values(holder="host:1", expires_us=clock + HOUR_US))
-    with pytest.raises(Busy, match=r"held by host:1 for another 3\d\d\d s"):
+    with pytest.raises(Busy, match=r"is running: host:1, for at most 3\d\d\d s more"):
         collector.run(plan_now(collector))
     with registry.database.write() as db:
         db.execute(sa.update(registry_lease).values(expires_us=clock - HOUR_US))
@@ -458,7 +458,7 @@ def test_a_run_that_lost_its_lease_stops_before_the_next_batch(registry, engine,
 
     collector = hooked(registry, rows_deleted=steal)
     plan = collector.plan(Policy(ghost_grace_s=0), skip_grace=True, force=registry.registry_id)
-    with pytest.raises(Busy, match="held by thief"):
+    with pytest.raises(Busy, match="is running: thief"):
         collector.run(plan)
     n_left = len(list(registry.store.root.rglob("*.llam")))
     assert 0 < n_left < 250

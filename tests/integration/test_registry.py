@@ -231,7 +231,7 @@ def test_a_missing_file_is_still_matched_but_restored_as_no_match_and_then_saved
     assert registry.match("one").outcome is Outcome.HIT
     back = registry.restore(engine, "one")
     assert back.outcome is Outcome.NO_MATCH
-    assert "the file is not there" in back.reason
+    assert "does not exist" in back.reason
     assert registry.get(saved.id).stale_reason is StaleReason.MISSING
     warmed = registry.warm(engine, "one")
     assert warmed.save.outcome is SaveOutcome.SAVED

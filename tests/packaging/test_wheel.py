@@ -81,7 +81,7 @@ def test_the_wheel_alone_makes_a_registry_and_answers(installed, tmp_path):
     assert where.stdout.startswith(installed["PYTHONPATH"])
     store = ["--store", str(tmp_path / "store")]
     upgraded = run(installed, tmp_path, "-m", "llama_ckpt_cli", "db", "upgrade", *store)
-    assert (upgraded.returncode, f"schema {migrate.HEAD} made" in upgraded.stdout) == (0, True), upgraded.stderr
+    assert (upgraded.returncode, f"schema {migrate.HEAD} created" in upgraded.stdout) == (0, True), upgraded.stderr
     matched = run(installed, tmp_path, "-m", "llama_ckpt_cli", "match", "--text", "hello", *store)
     assert (matched.returncode, "no checkpoint of this input is registered" in matched.stdout) == (3, True), (
         matched.stderr

@@ -16,8 +16,8 @@ import pytest
 
 from llama_ckpt.collector.triggers import Trigger, parse_cron
 from llama_ckpt.errors import BadInput
-from llama_ckpt_cli import schedule_units as units
-from llama_ckpt_cli.schedule_units import Job
+from llama_ckpt_cli.timers import units
+from llama_ckpt_cli.timers.units import Job
 
 NASTY = [
     "/a folder/with 'single' and \"double\" quotes",

@@ -13,8 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("registry", "cli", "migrations", "sql")
-MAX_MODULE_LINES = 450
-MAX_FUNCTION_LINES = 60
+MAX_MODULE_LINES = 400
+MAX_FUNCTION_LINES = 40
+MAX_COMMAND_LINES = 25
+MAX_POSITIONAL = 5
+MAX_ROOT_MODULES = 12
+# Functions that are longer, or take more positional parameters. At most three: a migration that is published, and little else.
+EXCEPTIONS: dict[str, list[str]] = {}
 NATIVE_FILE_CALL = re.compile(r"llama_(state_(seq_)?|)(load|save)_(session_)?file")
 
 
@@ -112,9 +117,46 @@ def sleeps(tree: ast.AST) -> list[int]:
     return found
 
 
-def long_functions(tree: ast.AST, at_most: int = MAX_FUNCTION_LINES) -> list[int]:
-    functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
-    return [f.lineno for f in functions if (f.end_lineno or 0) - f.lineno + 1 > at_most]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions_of(tree: ast.AST) -> list[Function]:
+    return [node for node in ast.walk(tree) if isinstance(node, Function)]
+
+
+def length(function: Function) -> int:
+    return (function.end_lineno or 0) - function.lineno + 1
+
+
+def long_functions(tree: ast.AST, at_most: int = MAX_FUNCTION_LINES) -> list[str]:
+    return [function.name for function in functions_of(tree) if length(function) > at_most]
+
+
+def crowded_functions(tree: ast.AST, at_most: int = MAX_POSITIONAL) -> list[str]:
+    """Functions that take more positional parameters, without `self` and `cls`."""
+    crowded = []
+    for function in functions_of(tree):
+        names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+        if len([name for name in names if name not in ("self", "cls")]) > at_most:
+            crowded.append(function.name)
+    return crowded
+
+
+def commands_of(tree: ast.AST) -> set[str]:
+    """Functions that are registered as `command(app, "name")(function)`."""
+    return {
+        node.args[0].id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Call)
+        and getattr(node.func.func, "id", None) == "command"
+        and isinstance(node.args[0], ast.Name)
+    }
+
+
+def long_commands(tree: ast.AST, at_most: int = MAX_COMMAND_LINES) -> list[str]:
+    names = commands_of(tree)
+    return [f.name for f in functions_of(tree) if f.name in names and length(f) > at_most]
 
 
 @cache
@@ -148,7 +190,10 @@ def parsed(path: Path) -> ast.Module:
         (native_file_calls, "llama_load_session_file(ctx)\nllama_save_session_file(ctx)", [1, 2]),
         (native_file_calls, '"""llama_state_load_file aborts the process."""\nllama_state_seq_get_data(ctx)', []),
         (sleeps, "import time\ntime.sleep(1)\nfrom time import sleep\nsleep(1)\nawait_sleep(1)", [2, 3, 4]),
-        (lambda t: long_functions(t, 2), "def f():\n    a\n    b\nasync def g():\n    a", [1]),
+        (lambda t: long_functions(t, 2), "def f():\n    a\n    b\nasync def g():\n    a", ["f"]),
+        (lambda t: crowded_functions(t, 1), "class C:\n  def f(self, a): ...\n  def g(self, a, b=1): ...", ["g"]),
+        (lambda t: crowded_functions(t, 1), "def f(a, /, b): ...\ndef g(a, *, b): ...", ["f"]),
+        (lambda t: long_commands(t, 1), "def f():\n  a\ndef g():\n  a\ncommand(app, 'f', group=X)(f)", ["f"]),
     ],
 )  # fmt: skip
 def test_a_rule_finds_what_breaks_it_and_nothing_else(rule, code, lines):
@@ -169,8 +214,8 @@ def test_the_rules_look_at_the_whole_project():
 # -- the project keeps them -----------------------------------------------------------------------------------------------
 
 
-def broken(rule: Callable[[ast.AST], list[int]], *folders: str, except_in: str = "\0") -> dict[str, list[int]]:
-    """The lines that break a rule, by module; but for the modules whose name begins with `except_in`."""
+def broken(rule: Callable[[ast.AST], list], *folders: str, except_in: str = "\0") -> dict[str, list]:
+    """What breaks a rule, by module: lines, or names of functions. Modules whose name begins with `except_in` are left out."""
     found = {name_of(path): rule(parsed(path)) for path in modules(*folders)}
     return {name: lines for name, lines in found.items() if lines and not name.startswith(except_in)}
 
@@ -213,7 +258,32 @@ def test_nothing_sleeps():
 def test_a_module_can_be_read_in_one_go():
     lines = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in modules(*SOURCES)}
     assert {name: n for name, n in lines.items() if n > MAX_MODULE_LINES} == {}
-    assert broken(long_functions, *SOURCES) == {}
+
+
+def excepted(name: str, found: list[str]) -> list[str]:
+    return [function for function in found if function not in EXCEPTIONS.get(name, [])]
+
+
+def test_a_function_can_be_read_and_called_without_counting():
+    for rule in (long_functions, crowded_functions):
+        found = {name: excepted(name, functions) for name, functions in broken(rule, *SOURCES).items()}
+        assert {name: functions for name, functions in found.items() if functions} == {}
+
+
+def test_no_exception_is_left_that_nothing_needs():
+    assert sum(map(len, EXCEPTIONS.values())) <= 3
+    broken_now = [broken(rule, *SOURCES) for rule in (long_functions, crowded_functions)]
+    for name, functions in EXCEPTIONS.items():
+        assert set(functions) <= {function for found in broken_now for function in found.get(name, [])}, name
+
+
+def test_a_command_parses_calls_one_function_and_reports():
+    assert sum(len(commands_of(parsed(path))) for path in modules("cli")) > 30
+    assert broken(long_commands, "cli") == {}
+
+
+def test_the_root_of_the_library_shows_its_plan():
+    assert len(list((ROOT / "registry" / "llama_ckpt").glob("*.py"))) <= MAX_ROOT_MODULES
 
 
 HOMES = {"registry": [], "cli": [], "migrations": ["llama_ckpt", "migrations"], "sql": ["llama_ckpt", "sql"]}

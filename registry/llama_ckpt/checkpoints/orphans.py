@@ -99,11 +99,8 @@ def registrable(
         MissingParent: the file is a delta, and its parent is not ACTIVE here.
         FileMissing, UnsafePath, StoreUnavailable, DatabaseUnavailable: the parent cannot be read.
     """
-    header, metadata = file.contents.header, file.contents.metadata
-    model_name = clean_name(str(metadata.get("model_name") or "unnamed"))
-    kind = str(metadata.get("memory_kind", "full"))
-    if kind not in list(MemoryKind):
-        raise _corrupt(name, f"it is of no kind of memory known here: {kind[:40]}")
+    header = file.contents.header
+    model_name = clean_name(str(file.contents.metadata.get("model_name") or "unnamed"))
     start, token_ids = header.start_token, file.contents.token_ids
     parent: Checkpoint | NewCheckpoint | None = None
     if start:
@@ -113,7 +110,7 @@ def registrable(
         header,
         checkpoint_id=checkpoint_id,
         model_name=model_name,
-        memory_kind=MemoryKind(kind),
+        memory_kind=_memory_kind(file, name),
         token_ids=token_ids,
         options=options,
     )
@@ -123,6 +120,13 @@ def registrable(
         new = replace(new, start_token=start, parent_no=parent_no, extends_no=extends_no)
     model = RegisteredModel(fingerprint=file.fingerprint, model_name=model_name, dimensions=file.dimensions)
     return RegistrableFile(new=new, model=model, token_ids=token_ids)
+
+
+def _memory_kind(file: formats.CheckpointFile, name: str) -> MemoryKind:
+    kind = str(file.contents.metadata.get("memory_kind", "full"))
+    if kind not in list(MemoryKind):
+        raise _corrupt(name, f"it is of no kind of memory known here: {kind[:40]}")
+    return MemoryKind(kind)
 
 
 def _parent(

@@ -12,7 +12,7 @@ from llama_ckpt.db.connect import Database
 from llama_ckpt.db.schedules import ScheduleRow
 from llama_ckpt.doctor.diagnosis import Diagnosis, Level, clock_ahead_s, fail, guarded, not_checked, of_clocks, ok, warn
 from llama_ckpt.errors import BadInput, DatabaseUnavailable, LlamaCkptError
-from llama_ckpt.humanize import size
+from llama_ckpt.humanize import bytes_
 
 _QUICK_CHECK_BYTES = (
     1 << 30
@@ -136,7 +136,7 @@ def _sqlite_file(database: Database) -> Diagnosis:
         advice = "readers and writers wait for each other; is the file, or its folder, read-only?"
         return warn(SQLITE_NAME, f"journal mode {mode}, not wal", advice)
     checked = "sound" if n_bytes < _QUICK_CHECK_BYTES else "too large to check here (PRAGMA quick_check does)"
-    return ok(SQLITE_NAME, f"{size(n_bytes)}, write-ahead log, {checked}")
+    return ok(SQLITE_NAME, f"{bytes_(n_bytes)}, write-ahead log, {checked}")
 
 
 def _schema(database: Database) -> Diagnosis:

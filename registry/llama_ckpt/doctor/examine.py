@@ -23,7 +23,7 @@ from llama_ckpt.doctor.model import NAME as MODEL_NAME
 from llama_ckpt.doctor.model import WrappingEngine, check_state_reuse
 from llama_ckpt.doctor.store import examine_store, is_folder
 from llama_ckpt.errors import BadInput, LlamaCkptError
-from llama_ckpt.humanize import count, size
+from llama_ckpt.humanize import bytes_, plural
 from llama_ckpt.retention.policy import Policy
 from llama_ckpt.store import writers
 from llama_ckpt.store.layout import Entry, EntryKind
@@ -104,7 +104,7 @@ def _marker(store: Store, report: DatabaseReport) -> Diagnosis:
         return fail("marker", f"the store is of registry {owner}, the database of {facts.registry_id}", advice)
     if facts.n_named:
         summary = (
-            f"the store {state}, and {count(facts.n_named, 'row')} of registry {facts.registry_id} name files in it"
+            f"the store {state}, and {plural(facts.n_named, 'row')} of registry {facts.registry_id} name files in it"
         )
         return fail("marker", summary, "is it mounted? Restores and saves refuse until it is")
     return ok("marker", f"the store {state}: the first save marks it")
@@ -135,7 +135,7 @@ def _left_over(seen: list[Entry]) -> Diagnosis:
     ]
     if not left:
         return ok("left-over writes", "none")
-    summary = f"{count(len(left), 'temporary file')} of over an hour ago, {size(sum(e.size_bytes for e in left))}"
+    summary = f"{plural(len(left), 'temporary file')} of over an hour ago, {bytes_(sum(e.size_bytes for e in left))}"
     return warn("left-over writes", summary, "interrupted saves; llama-ckpt gc frees them")
 
 
@@ -144,9 +144,11 @@ def _counted(seen: list[Entry], report: DatabaseReport) -> Diagnosis:
         return not_checked("files", report.why)
     n_active = report.facts.n_active
     if len(seen) > _MAX_COUNTED_FILES:
-        return ok("files", f"{count(n_active, 'ACTIVE row')}, over {_MAX_COUNTED_FILES:,} files (no more were counted)")
+        return ok(
+            "files", f"{plural(n_active, 'ACTIVE row')}, over {_MAX_COUNTED_FILES:,} files (no more were counted)"
+        )
     n_files = sum(entry.kind is EntryKind.CHECKPOINT for entry in seen)
-    summary = f"{count(n_active, 'ACTIVE row')}, {count(n_files, 'file')}"
+    summary = f"{plural(n_active, 'ACTIVE row')}, {plural(n_files, 'file')}"
     if n_files < n_active:
         return warn("files", summary, "files are missing: llama-ckpt verify --all names them")
     return ok("files", summary)

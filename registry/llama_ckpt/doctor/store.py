@@ -13,7 +13,7 @@ from llama_ckpt.doctor import probe
 from llama_ckpt.doctor.diagnosis import Diagnosis, fail, guarded, not_checked, of_clocks, ok, warn
 from llama_ckpt.doctor.probe import ProbeResult
 from llama_ckpt.gc_values import Disk
-from llama_ckpt.humanize import size
+from llama_ckpt.humanize import bytes_
 from llama_ckpt.retention.policy import Policy
 
 # A save waits for two fsyncs. Above this they take longer than the evaluation that a checkpoint of a short prompt saves.
@@ -185,12 +185,12 @@ def _rename(probed: ProbeResult, root: Path) -> Diagnosis:
 def _room(root: Path, policy: Policy) -> Diagnosis:
     usage = shutil.disk_usage(root)
     share = usage.free / usage.total if usage.total else 0.0
-    room = f"{size(usage.free)} of {size(usage.total)} ({share:.0%})"
+    room = f"{bytes_(usage.free)} of {bytes_(usage.total)} ({share:.0%})"
     counted = probe.inodes(root)
     advice = "llama-ckpt prune, then llama-ckpt gc"
     floor = policy.floor_bytes(Disk(free=usage.free, total=usage.total, pending=0))
     if usage.free < floor:
-        return warn("free space", f"{room}, min_free is {size(floor)}", f"saves make room or are refused; {advice}")
+        return warn("free space", f"{room}, min_free is {bytes_(floor)}", f"saves make room or are refused; {advice}")
     if share < _LOW_SPACE_SHARE:
         return warn("free space", room, advice)
     if counted is not None and counted[0] < _LOW_SPACE_SHARE * counted[1]:

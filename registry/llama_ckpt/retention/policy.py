@@ -83,7 +83,8 @@ class Policy:
         metadata=setting(
             "stale_grace",
             Kind.DURATION,
-            "Keep STALE checkpoints this long before deleting their files, so that unprune can bring them back.",
+            "Keep STALE checkpoints this long before deleting their files; until then unprune can bring them back."
+            " With 0s, a prune cannot be undone after the next gc.",
             step=Step.GC,
         ),
     )
@@ -92,7 +93,8 @@ class Policy:
         metadata=setting(
             "ghost_grace",
             Kind.DURATION,
-            "Keep files the database does not know for at least this long; a save that is still running looks like one.",
+            "Keep files the database does not know for at least this long; a save that is still running looks like one, and a"
+            " grace shorter than that save can delete its file.",
             step=Step.GC,
         ),
     )

@@ -1,4 +1,4 @@
-"""Puts what `schedule_units` made where the system reads it, tells the system, and takes it away again."""
+"""Installs the timers that `units` makes where the system reads them, and removes them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_ckpt_cli import schedule_units as units
-from llama_ckpt_cli.schedule_units import Job
+from llama_ckpt_cli.timers import units
+from llama_ckpt_cli.timers.units import Job
 
 _PATIENCE_S = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One way to have a command started: what it is given (`texts`, by file name), where it goes by hand, and by us.
+    """One timer of the system: `texts` are its files by name, `advice` says how to install them by hand.
 
-    `write` gives the places it wrote; `remove` those it cleared, none if there was nothing of ours.
+    `write` installs them and gives the places it wrote. `remove` gives the places it cleared, none if nothing was installed.
     """
 
     texts: Callable[[Job], dict[str, str]]
@@ -28,24 +28,24 @@ class Target:
     remove: Callable[[], list[str]]
 
 
-# -- what all share --------------------------------------------------------------------------------------------------------
+# -- shared --------------------------------------------------------------------------------------------------------
 
 
 def _tool(name: str) -> str:
     from llama_ckpt.errors import Unsupported
 
-    found = shutil.which(name)
-    if found is None:
-        reason = f"there is no {name} on this machine; without --write the unit is printed"
-        raise Unsupported(what="installing it", reason=reason)
-    return found
+    path = shutil.which(name)
+    if path is None:
+        reason = f"{name} is not installed on this machine; without --write the timer is only printed"
+        raise Unsupported(what="--write", reason=reason)
+    return path
 
 
 def _call(*words: str, given: bytes | None = None, may_fail: bool = False) -> subprocess.CompletedProcess[bytes]:
     """Runs a tool of the system.
 
     Raises:
-        LlamaCkptError: it failed, did not end, or cannot be run.
+        LlamaCkptError: it failed, did not end in time, or cannot be run.
     """
     from llama_ckpt.errors import LlamaCkptError
 
@@ -58,12 +58,12 @@ def _call(*words: str, given: bytes | None = None, may_fail: bool = False) -> su
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LlamaCkptError(detail=f"{shown}: {error}") from error
     if done.returncode and not may_fail:
-        said = done.stderr.decode(errors="replace").strip()
-        raise LlamaCkptError(detail=f"{shown} ended with {done.returncode}: {said or 'no message'}")
+        message = done.stderr.decode(errors="replace").strip()
+        raise LlamaCkptError(detail=f"{shown} ended with exit code {done.returncode}: {message or 'no message'}")
     return done
 
 
-def _put(folder: Path, texts: Mapping[str, str]) -> list[str]:
+def _write_files(folder: Path, texts: Mapping[str, str]) -> list[str]:
     from llama_ckpt.errors import LlamaCkptError
 
     try:
@@ -75,16 +75,16 @@ def _put(folder: Path, texts: Mapping[str, str]) -> list[str]:
     return [str(folder / name) for name in texts]
 
 
-def _take_away(*paths: Path) -> list[str]:
+def _delete(*paths: Path) -> list[str]:
     from llama_ckpt.errors import LlamaCkptError
 
-    there = [path for path in paths if path.exists()]
+    existing = [path for path in paths if path.exists()]
     try:
-        for path in there:
+        for path in existing:
             path.unlink()
     except OSError as error:
-        raise LlamaCkptError(detail=f"{path} cannot be removed: {error.strerror}") from error
-    return [str(path) for path in there]
+        raise LlamaCkptError(detail=f"{path} cannot be deleted: {error.strerror}") from error
+    return [str(path) for path in existing]
 
 
 # -- systemd -------------------------------------------------------------------------------------------------------------
@@ -96,10 +96,10 @@ def _systemd_folder() -> Path:
 
 def _write_systemd(texts: Mapping[str, str]) -> list[str]:
     systemctl = _tool("systemctl")
-    written = _put(_systemd_folder(), texts)
+    written = _write_files(_systemd_folder(), texts)
     _call(systemctl, "--user", "daemon-reload")
     _call(systemctl, "--user", "enable", f"{units.NAME}.timer")
-    _call(systemctl, "--user", "restart", f"{units.NAME}.timer")  # a timer that ran already learns its new times
+    _call(systemctl, "--user", "restart", f"{units.NAME}.timer")  # a timer that was active already gets its new times
     return written
 
 
@@ -109,9 +109,9 @@ def _remove_systemd() -> list[str]:
         return []
     systemctl = shutil.which("systemctl")
     if systemctl is not None:
-        # Without a user's manager (a container, a session that ended) nothing runs that would have to be told.
+        # Without a manager for the user (in a container, or after logout) no timer is active, and disabling it fails.
         _call(systemctl, "--user", "disable", "--now", f"{units.NAME}.timer", may_fail=True)
-    removed = _take_away(*paths)
+    removed = _delete(*paths)
     if systemctl is not None:
         _call(systemctl, "--user", "daemon-reload", may_fail=True)
     return removed
@@ -128,13 +128,13 @@ def _cron_texts(job: Job) -> dict[str, str]:
 
 
 def _crontab(tool: str) -> str:
-    """The user's crontab; one that is not there is empty."""
+    """The user's crontab; empty if there is none."""
     from llama_ckpt.errors import LlamaCkptError
 
     done = _call(tool, "-l", may_fail=True)
-    said = done.stderr.decode(errors="replace").strip()
-    if done.returncode and "no crontab" not in said.lower() and "no such file" not in said.lower():
-        raise LlamaCkptError(detail=f"crontab -l ended with {done.returncode}: {said or 'no message'}")
+    message = done.stderr.decode(errors="replace").strip()
+    if done.returncode and "no crontab" not in message.lower() and "no such file" not in message.lower():
+        raise LlamaCkptError(detail=f"crontab -l ended with exit code {done.returncode}: {message or 'no message'}")
     return "" if done.returncode else done.stdout.decode("utf-8", "surrogateescape")
 
 
@@ -181,8 +181,10 @@ def _launchd_domain() -> str:
 
 def _write_launchd(texts: Mapping[str, str]) -> list[str]:
     launchctl = _tool("launchctl")
-    _call(launchctl, "bootout", f"{_launchd_domain()}/{units.LABEL}", may_fail=True)  # one of before, if there is one
-    written = _put(_launchd_file().parent, texts)
+    _call(
+        launchctl, "bootout", f"{_launchd_domain()}/{units.LABEL}", may_fail=True
+    )  # the one installed before, if there is one
+    written = _write_files(_launchd_file().parent, texts)
     _call(launchctl, "bootstrap", _launchd_domain(), written[0])
     return written
 
@@ -191,7 +193,7 @@ def _remove_launchd() -> list[str]:
     launchctl = shutil.which("launchctl")
     if launchctl is not None and _launchd_file().exists():
         _call(launchctl, "bootout", f"{_launchd_domain()}/{units.LABEL}", may_fail=True)
-    return _take_away(_launchd_file())
+    return _delete(_launchd_file())
 
 
 # -- Windows -------------------------------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ def _write_windows(texts: Mapping[str, str]) -> list[str]:
 
     schtasks = _tool("schtasks")
     with tempfile.TemporaryDirectory() as folder:
-        (file,) = _put(Path(folder), texts)
+        (file,) = _write_files(Path(folder), texts)
         _call(schtasks, "/Create", "/TN", units.NAME, "/XML", file, "/F")
     return [f"task {units.NAME}"]
 
@@ -218,23 +220,23 @@ def _remove_windows() -> list[str]:
 TARGETS: Mapping[str, Target] = {
     "systemd": Target(
         texts=units.systemd_units,
-        advice="into ~/.config/systemd/user, then: systemctl --user enable --now llama-ckpt.timer; to have it run without"
-        " a login: loginctl enable-linger",
+        advice="put it into ~/.config/systemd/user, then: systemctl --user enable --now llama-ckpt.timer; to run it while you"
+        " are not logged in: loginctl enable-linger",
         write=_write_systemd,
         remove=_remove_systemd,
     ),
     "cron": Target(
-        texts=_cron_texts, advice="into the crontab, with: crontab -e", write=_write_cron, remove=_remove_cron
+        texts=_cron_texts, advice="put it into the crontab, with: crontab -e", write=_write_cron, remove=_remove_cron
     ),
     "launchd": Target(
         texts=_launchd_texts,
-        advice="into ~/Library/LaunchAgents, then: launchctl bootstrap gui/$(id -u) FILE",
+        advice="put it into ~/Library/LaunchAgents, then: launchctl bootstrap gui/$(id -u) FILE",
         write=_write_launchd,
         remove=_remove_launchd,
     ),
     "windows": Target(
         texts=lambda job: {f"{units.NAME}.xml": units.windows_xml(job)},
-        advice=f"into a file, then: schtasks /Create /TN {units.NAME} /XML FILE",
+        advice=f"put it into a file, then: schtasks /Create /TN {units.NAME} /XML FILE",
         write=_write_windows,
         remove=_remove_windows,
     ),

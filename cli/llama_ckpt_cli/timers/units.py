@@ -1,4 +1,6 @@
-"""What systemd, cron, launchd and the Windows task scheduler are given. Pure: a job in, text out, quoted by the rules of each."""
+"""The texts of timers for systemd, cron, launchd and the Windows task scheduler. Pure: a job in, text out, quoted by the rules
+of each.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ LABEL = "llama-ckpt.collector"
 CRON_BEGIN = "# llama-ckpt schedule: begin"
 CRON_END = "# llama-ckpt schedule: end"
 _DESCRIPTION = "Prune and gc of llama.cpp KV-cache checkpoints"
-_MOST_LAUNCHD = 1000
-_MOST_WINDOWS = 48  # triggers of one task
+_MAX_LAUNCHD_TIMES = 1000
+_MAX_WINDOWS_TRIGGERS = 48  # triggers of one task
 _DAYS = ("Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday")
 _MONTHS = (
     *("January", "February", "March", "April", "May", "June"),
@@ -32,10 +34,10 @@ _MONTHS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A command that runs once, when it runs, and the longest random delay before it.
+    """A command that runs once (`words`), the times to start it (`trigger`), and the longest random delay before it.
 
     Raises:
-        BadInput: a word of the command has a character that no unit can hold.
+        BadInput: a word of the command has a character that no unit can contain.
     """
 
     words: Sequence[str]
@@ -48,17 +50,17 @@ class Job:
 
         for word in (*self.words, *self.environment.values()):
             if not all(map(is_visible, word)):
-                reason = "a control character or broken text cannot stand in a unit; choose another path"
+                reason = "a timer cannot contain control characters or invalid text; choose another path"
                 raise BadInput(what="command line", value=word, reason=reason)
 
     @property
     def delayed_words(self) -> list[str]:
-        """The command that waits its random delay itself, for a timer that has none."""
+        """The command with an option for the random delay, for timers that have none themselves."""
         return [*self.words, "--jitter", _seconds(self.jitter_s)] if self.jitter_s else list(self.words)
 
 
 def _seconds(value: float) -> str:
-    """Without an exponent, which neither systemd nor the command reads."""
+    """Seconds without an exponent, which neither systemd nor the command reads."""
     return f"{value:.3f}".rstrip("0").rstrip(".") + "s"
 
 
@@ -66,20 +68,20 @@ def _seconds(value: float) -> str:
 
 
 def systemd_units(job: Job) -> dict[str, str]:
-    """The service and the timer, by file name. A timer does not start a service that still runs: no other lock is needed.
+    """The service and the timer, by file name. A timer does not start a service that is still active: no other lock is needed.
 
     Raises:
-        BadInput: the program's own path is one that systemd does not take.
+        BadInput: systemd does not accept the program's path.
     """
     from llama_ckpt.errors import BadInput
 
     program, *rest = job.words
     if any(character in program for character in "\"'\\"):
-        reason = "systemd takes no quote or backslash in the path of a program"
+        reason = "systemd does not accept a quote or a backslash in the path of a program"
         raise BadInput(what="program", value=program, reason=reason)
     service = ["[Unit]", f"Description={_DESCRIPTION}", "", "[Service]", "Type=oneshot"]
     service += [f"Environment={_systemd_word(f'{name}={value}', '%')}" for name, value in job.environment.items()]
-    # In the program's own path systemd expands no variable.
+    # systemd expands no variable in the program's own path.
     service += ["ExecStart=" + " ".join([_systemd_word(program, "%"), *(_systemd_word(word, "%$") for word in rest)])]
     timer = ["[Unit]", f"Description={_DESCRIPTION}: {job.trigger.spec}", "", "[Timer]", *_systemd_times(job.trigger)]
     timer += [
@@ -100,7 +102,7 @@ def _systemd_word(text: str, doubled: str) -> str:
 
 def _systemd_times(trigger: Trigger) -> list[str]:
     if trigger.cron is None:
-        # Soon after the machine is up: one that is off every night would never come to a long interval.
+        # Soon after the machine starts: a machine that is off every night would never reach the end of a long interval.
         return ["OnActiveSec=1min", f"OnUnitActiveSec={_seconds(trigger.every_s or 0.0)}"]
     lines = []
     for days, weekdays in _day_rules(trigger.cron):
@@ -120,12 +122,12 @@ def _systemd_list(values: Sequence[int] | None) -> str:
 
 
 def _restricted(values: Sequence[int], n_all: int) -> Sequence[int] | None:
-    """The values a field allows; None: all."""
+    """The values that a field allows; None if it allows all."""
     return None if len(values) == n_all else values
 
 
 def _day_rules(cron: Cron) -> list[tuple[Sequence[int] | None, Sequence[int] | None]]:
-    """Days and weekdays that must both fit; with two rules, either of them."""
+    """Rules of days and weekdays. Both of one rule must match; of two rules, one must."""
     days, weekdays = _restricted(cron.day.values, 31), _restricted(cron.weekday.values, 7)
     if not cron.either_day:
         return [(days, weekdays)]
@@ -136,32 +138,32 @@ def _day_rules(cron: Cron) -> list[tuple[Sequence[int] | None, Sequence[int] | N
 
 
 def cron_block(job: Job, flock: str | None, lock_folder: str) -> str:
-    """The line for a crontab, between the lines by which it is found again. `flock` is the program of that name, if there is
-    one; without it the collector's lease alone keeps runs apart.
+    """The line for a crontab, between two marker lines by which it is found again. `flock` is the program of that name, if it is
+    installed; without it, only the collector's lease prevents two runs at a time.
     """
     settings = [f"{name}={value}" for name, value in job.environment.items()]
     command = shlex.join([*(["env", *settings] if settings else []), *job.delayed_words, "--quiet"])
     if flock is not None:
         lock = shlex.join([flock, "-n", f"{lock_folder}/schedule.lock"])
         command = f"mkdir -p {shlex.quote(lock_folder)} && {lock} {command}"
-    # To cron an unescaped % is the end of the line; it takes the backslash away before the shell reads.
+    # For cron an unescaped % ends the line; it removes the backslash before the shell reads the line.
     return f"{CRON_BEGIN}\n{cron_fields(job.trigger)} {command.replace('%', chr(92) + '%')}\n{CRON_END}\n"
 
 
 def cron_fields(trigger: Trigger) -> str:
-    """The five fields that say when.
+    """The five time fields of the line.
 
     Raises:
-        BadInput: an interval that cron cannot say: it must be minutes that divide an hour, hours that divide a day, a day or a
+        BadInput: cron cannot express the interval. It must be minutes that divide an hour, hours that divide a day, a day or a
             week.
     """
     from llama_ckpt.errors import BadInput
 
     if (cron := trigger.cron) is not None:
-        # Value by value, since crons differ in what else they read; but where * begins a field of days, they ask for both.
+        # Value by value, since crons differ in what else they read; but if a field of days starts with *, both must match.
         fields = (cron.minute, cron.hour, cron.day, cron.month, cron.weekday)
-        said = zip(trigger.spec.split(), fields, strict=True)
-        return " ".join(text if text.startswith("*") else ",".join(map(str, field.values)) for text, field in said)
+        pairs = zip(trigger.spec.split(), fields, strict=True)
+        return " ".join(text if text.startswith("*") else ",".join(map(str, field.values)) for text, field in pairs)
     every_s = trigger.every_s or 0.0
     minutes, rest_s = divmod(every_s, 60)
     if not rest_s and 1 <= minutes < 60 and 60 % minutes == 0:
@@ -171,15 +173,17 @@ def cron_fields(trigger: Trigger) -> str:
         return f"0 */{hours:.0f} * * *"
     if not rest_s and hours in (24, 168):
         return "0 0 * * *" if hours == 24 else "0 0 * * 0"
-    reason = "cron knows minutes that divide an hour, hours that divide a day, 1d and 7d; or give --cron-expression"
+    reason = (
+        "cron can only do minutes that divide an hour, hours that divide a day, 1d and 7d; or use --cron-expression"
+    )
     raise BadInput(what="--every", value=trigger.spec.removeprefix("every "), reason=reason)
 
 
 def without_cron_block(crontab: str) -> str:
-    """A crontab without our lines.
+    """A crontab without the lines of this program.
 
     Raises:
-        BadInput: the line that ends them is gone, and what is ours cannot be told.
+        BadInput: the marker line that ends them is missing.
     """
     from llama_ckpt.errors import BadInput
 
@@ -189,7 +193,7 @@ def without_cron_block(crontab: str) -> str:
         begin = bare.index(CRON_BEGIN)
         if CRON_END not in bare[begin:]:
             raise BadInput(
-                what="crontab", value=CRON_BEGIN, reason=f"no line {CRON_END!r} follows; take the lines out by hand"
+                what="crontab", value=CRON_BEGIN, reason=f"no line {CRON_END!r} follows; delete the lines by hand"
             )
         end = bare.index(CRON_END, begin) + 1
         del lines[begin:end], bare[begin:end]
@@ -200,10 +204,10 @@ def without_cron_block(crontab: str) -> str:
 
 
 def launchd_plist(job: Job, log_file: str) -> str:
-    """The property list of an agent. launchd starts no second one while one runs.
+    """The property list of an agent. launchd does not start it while it is still active.
 
     Raises:
-        BadInput: the cron expression names more times than an agent can have.
+        BadInput: the cron expression has more times than an agent can have.
     """
     agent: dict[str, Any] = {
         "Label": LABEL,
@@ -217,7 +221,7 @@ def launchd_plist(job: Job, log_file: str) -> str:
         agent["StartInterval"] = round(job.trigger.every_s or 0)
     else:
         agent["StartCalendarInterval"] = _launchd_times(job.trigger.cron, job.trigger.spec)
-    return plistlib.dumps(agent).decode().replace("\t", "  ")  # no word of a job has one
+    return plistlib.dumps(agent).decode().replace("\t", "  ")  # no word of a job has a tab
 
 
 def _launchd_times(cron: Cron, spec: str) -> list[dict[str, int]]:
@@ -232,7 +236,7 @@ def _launchd_times(cron: Cron, spec: str) -> list[dict[str, int]]:
         }
         named = {name: values for name, values in fields.items() if values is not None}
         found += [dict(zip(named, values, strict=True)) for values in itertools.product(*named.values())]
-    if len(found) > _MOST_LAUNCHD:
+    if len(found) > _MAX_LAUNCHD_TIMES:
         raise _too_many(spec, len(found), "launchd")
     return found
 
@@ -240,17 +244,17 @@ def _launchd_times(cron: Cron, spec: str) -> list[dict[str, int]]:
 def _too_many(spec: str, n: int, of: str) -> Exception:
     from llama_ckpt.errors import BadInput
 
-    return BadInput(what="cron expression", value=spec, reason=f"it names {n} times, too many for {of}; give --every")
+    return BadInput(what="cron expression", value=spec, reason=f"it has {n:,} times, too many for {of}; use --every")
 
 
 # -- Windows -------------------------------------------------------------------------------------------------------------
 
 
 def windows_xml(job: Job) -> str:
-    """The task as `schtasks /Create /XML` reads it, in ASCII. A second start while one runs is ignored.
+    """The task as `schtasks /Create /XML` reads it, in ASCII. A start while the task is still active is ignored.
 
     Raises:
-        BadInput: an interval below a minute or above 31 days; a cron expression that 48 triggers cannot say.
+        BadInput: an interval below a minute or above 31 days; a cron expression that needs more than 48 triggers.
     """
     task = ET.Element("Task", version="1.2", xmlns="http://schemas.microsoft.com/windows/2004/02/mit/task")
     _add(_add(task, "RegistrationInfo"), "Description", f"{_DESCRIPTION}: {job.trigger.spec}")
@@ -273,7 +277,7 @@ def windows_xml(job: Job) -> str:
     _add(action, "Command", program)
     _add(action, "Arguments", subprocess.list2cmdline(rest))
     ET.indent(task)
-    # No encoding is named, and none is needed: what is not ASCII is written as a reference.
+    # No encoding is declared, and none is needed: characters beyond ASCII are written as references.
     text: str = ET.tostring(task, encoding="us-ascii", xml_declaration=False).decode()
     return f'<?xml version="1.0"?>\n{text}\n'
 
@@ -290,14 +294,14 @@ def _windows_interval(triggers: ET.Element, job: Job) -> None:
     every_s = job.trigger.every_s or 0
     if not 60 <= every_s <= 31 * 86_400:
         value = job.trigger.spec.removeprefix("every ")
-        raise BadInput(what="--every", value=value, reason="Windows knows 1m to 31d")
+        raise BadInput(what="--every", value=value, reason="Windows accepts 1m to 31d")
     _windows_trigger(triggers, "TimeTrigger", "00:00", job, repeated=(f"PT{every_s:.0f}S", None))
 
 
 def _windows_trigger(
     triggers: ET.Element, kind: str, at: str, job: Job, repeated: tuple[str, str | None] | None = None
 ) -> ET.Element:
-    """A trigger that begins at a time of the day; the elements stand in the order in which Windows writes them."""
+    """A trigger that starts at a time of day. The elements are in the order in which Windows writes them."""
     trigger = _add(triggers, kind)
     if repeated is not None:
         repetition = _add(trigger, "Repetition")
@@ -316,7 +320,7 @@ def _windows_calendar(triggers: ET.Element, cron: Cron, job: Job) -> None:
     times = [f"{hour:02}:{minute:02}" for hour in hours or (0,) for minute in cron.minute.values]
     repeated = None if hours else ("PT1H", "P1D")  # each hour of the day
     rules = _day_rules(cron)
-    if len(times) * len(rules) > _MOST_WINDOWS:
+    if len(times) * len(rules) > _MAX_WINDOWS_TRIGGERS:
         raise _too_many(job.trigger.spec, len(times) * len(rules), "Windows")
     months = [_MONTHS[month - 1] for month in cron.month.values]
     for (days, weekdays), at in itertools.product(rules, times):
@@ -330,7 +334,9 @@ def _windows_days(
     from llama_ckpt.errors import BadInput
 
     if days is not None and weekdays is not None:
-        raise BadInput(what="cron expression", value=spec, reason="Windows cannot join a day with a weekday")
+        raise BadInput(
+            what="cron expression", value=spec, reason="Windows cannot combine a day of the month with a weekday"
+        )
     if weekdays is not None and len(months) == 12:
         week = _add(trigger, "ScheduleByWeek")
         _names(_add(week, "DaysOfWeek"), (_DAYS[day] for day in weekdays))

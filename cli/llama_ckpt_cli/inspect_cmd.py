@@ -1,4 +1,4 @@
-"""The command that shows files and folders: inspect."""
+"""The command that shows what files and folders contain: inspect."""
 
 from __future__ import annotations
 
@@ -7,41 +7,45 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llama_ckpt.humanize import count, size
-from llama_ckpt_cli.output import when
-from llama_ckpt_cli.session import Session, command
+from llama_ckpt.humanize import bytes_, number, plural, timestamp
+from llama_ckpt_cli.help_format import LOOK
+from llama_ckpt_cli.invocation import Invocation, command
+from llama_ckpt_cli.tables import Column, Shorten
 
 if TYPE_CHECKING:
     from llama_ckpt.exchange.foreign import ForeignFolder
     from llama_ckpt.exchange.survey import Surveyed
     from llama_ckpt.formats import CheckpointFile, Identified
+    from llama_ckpt_cli.output import Output
+
+Paths = Annotated[
+    list[Path], typer.Argument(help="Files, complete or damaged, or folders of files.", metavar="PATH...")
+]
 
 
 def add_to(app: typer.Typer) -> None:
     """Adds the command."""
-    command(app, "inspect")(inspect)
+    command(app, "inspect", group=LOOK)(inspect)
 
 
-def inspect(
-    session: Session,
-    paths: Annotated[list[Path], typer.Argument(help="Files, whole or damaged, or folders of them.", metavar="PATH")],
-) -> None:
-    """Show what files are, what is wrong with them, and which engines load them. Needs no database, changes nothing.
+def inspect(invocation: Invocation, paths: Paths) -> None:
+    """Show the format of files, what is wrong with them, and which engines load them. Needs no database, changes nothing.
 
-    Exit code 5: a checkpoint among them is not whole.
+    Exit code 5: at least one checkpoint file is damaged or incomplete.
     """
     from llama_ckpt.errors import CorruptFile
 
-    values = [_folder(session, path) if _is_folder(path) else _file(path) for path in paths]
+    out = invocation.out
+    values = [_folder(out, path) if _is_folder(path) else _file(path) for path in paths]
 
     def human() -> None:
         for i, value in enumerate(values):
             if i:
-                session.out.line("")
-            _show(session, value)
+                out.line("")
+            _print(out, value)
 
     bare = [line for value in values for line in _bare(value)]
-    session.out.result(values[0] if len(values) == 1 else values, human, bare)
+    out.result(values[0] if len(values) == 1 else values, human, bare)
     if not all(value["whole"] for value in values):
         raise typer.Exit(CorruptFile.exit_code)
 
@@ -79,16 +83,16 @@ def _file(path: Path) -> dict[str, Any]:
 
 
 def _identified(found: Identified) -> dict[str, Any]:
-    """What was told of a file by its content, without what it does not have."""
+    """What the content of a file says about it, without the fields that it does not have."""
     from dataclasses import asdict
 
     shown_otherwise = ("n_bytes", "whole", "restorable", "why_not")
-    told = {name: value for name, value in asdict(found).items() if value not in (None, (), "")}
-    return {name: value for name, value in told.items() if name not in shown_otherwise}
+    fields = {name: value for name, value in asdict(found).items() if value not in (None, (), "")}
+    return {name: value for name, value in fields.items() if name not in shown_otherwise}
 
 
 def _header(view: memoryview) -> dict[str, Any]:
-    """The header's fields as they stand, checked or not."""
+    """The header's fields as they are in the file, checked or not."""
     from dataclasses import asdict
 
     from llama_ckpt.formats import container
@@ -123,11 +127,11 @@ def _verdict(found: Identified) -> str:
 # -- a folder -------------------------------------------------------------------------------------------------------------
 
 
-def _folder(session: Session, path: Path) -> dict[str, Any]:
+def _folder(out: Output, path: Path) -> dict[str, Any]:
     from llama_ckpt.exchange.survey import survey
 
     entries = []
-    with session.out.progress(f"reading {path}") as progress:
+    with out.progress(f"reading {path}") as progress:
         for entry in survey(path):
             entries.append(_entry(path, entry))
             progress(len(entries), len(entries) + 1)
@@ -142,7 +146,7 @@ def _folder(session: Session, path: Path) -> dict[str, Any]:
 
 
 def _entry(folder: Path, entry: Surveyed) -> dict[str, Any]:
-    """A line of a folder. `whole` is None for what is no checkpoint, and so does not count."""
+    """A line of a folder. `whole` is None for a file that is not a checkpoint, and so is not counted."""
     shown = str(entry.path.relative_to(folder)) if entry.path != folder else str(entry.path)
     value: dict[str, Any] = {"file": shown, "size_bytes": entry.size_bytes, "whole": None}
     found = entry.found
@@ -156,75 +160,106 @@ def _entry(folder: Path, entry: Surveyed) -> dict[str, Any]:
 
 def _foreign(folder: ForeignFolder | None) -> str:
     if folder is None:
-        return "could not be looked at"
-    entries = count(folder.n_entries, "entry").replace("entrys", "entries")
-    lost = f", {folder.n_missing} of them without a file" if folder.n_missing else ""
-    return f"{folder.what}: {entries}{lost}, {size(folder.entry_bytes)}; {folder.why_not}"
+        return "could not be read"
+    entries = plural(folder.n_entries, "entry", "entries")
+    lost = f", {number(folder.n_missing)} of them without a file" if folder.n_missing else ""
+    return f"{folder.what}: {entries}{lost}, {bytes_(folder.entry_bytes)}; {folder.why_not}"
 
 
 # -- for people -----------------------------------------------------------------------------------------------------------
 
 
 def _bare(value: dict[str, Any]) -> list[str]:
-    """A file's verdict; of a folder the files that are not whole."""
+    """A file's verdict; of a folder the files that are damaged or incomplete."""
     if "folder" not in value:
         return [value["verdict"]]
     return [str(Path(value["folder"]) / entry["file"]) for entry in value["files"] if entry["whole"] is False]
 
 
-def _show(session: Session, value: dict[str, Any]) -> None:
+_FILES = (
+    Column(name="file", shorten=Shorten.MIDDLE, at_least=16),
+    Column(name="format"),
+    Column(name="version", right=True, drop_rank=2),
+    Column(name="tokens", right=True),
+    Column(name="cells", right=True, drop_rank=1),
+    Column(name="size", right=True),
+    Column(name="verdict", shorten=Shorten.WRAP, at_least=20),
+)
+
+
+def _print(out: Output, value: dict[str, Any]) -> None:
     if "folder" not in value:
-        session.out.fields(_for_people(value))
+        out.fields(_for_people(value))
         return
-    columns = ("file", "format", "version", "tokens", "cells", "size", "verdict")
-    rows = []
-    for entry in value["files"]:
-        numbers = [str(entry.get(name) if entry.get(name) is not None else "-") for name in _NUMBERS]
-        rows.append([entry["file"], entry.get("format", "-"), *numbers, size(entry["size_bytes"]), entry["verdict"]])
-    session.out.table(columns, rows, right=("version", "tokens", "cells", "size"))
+    if value["files"]:
+        out.table(_FILES, [_row(entry) for entry in value["files"]])
     totals = value["totals"]
-    judged = f"{totals['whole']} whole, {totals['not_whole']} not whole, {totals['no_checkpoints']} no checkpoints"
-    session.out.line(f"{count(totals['files'], 'file')}, {size(totals['size_bytes'])}: {judged}")
+    n_whole, n_not_whole, n_other = (number(totals[name]) for name in ("whole", "not_whole", "no_checkpoints"))
+    judged = f"{n_whole} complete, {n_not_whole} damaged or incomplete, {n_other} not checkpoints"
+    out.line(f"{plural(totals['files'], 'file')}, {bytes_(totals['size_bytes'])}: {judged}")
 
 
-_NUMBERS = ("version", "n_tokens", "n_cells")
+def _row(entry: dict[str, Any]) -> list[str]:
+    numbers = ["-" if entry.get(name) is None else number(entry[name]) for name in ("version", "n_tokens", "n_cells")]
+    verdict = _verdict_for_people(entry["verdict"])
+    return [entry["file"], entry.get("format", "-"), *numbers, bytes_(entry["size_bytes"]), verdict]
+
+
+def _verdict_for_people(verdict: str) -> str:
+    """JSON and --quiet keep the word that scripts compare."""
+    return "complete" + verdict.removeprefix("whole") if verdict.startswith("whole") else verdict
 
 
 def _for_people(value: dict[str, Any]) -> dict[str, Any]:
-    """The same with units, hex and dates, nested values a line each."""
+    """A file's fields with units, hex and dates; nested values one a line."""
     shown: dict[str, Any] = {}
-    for name, one in value.items():
-        if name == "first_bytes":
-            shown["first 16 bytes"] = hex_dump(one)
-        elif name == "padding":
-            shown["magic"] = f"at byte {one}"
-        elif name == "engines":
-            shown |= {f"  {verdict.engine}": verdict for verdict in one}
-        elif name in ("size_bytes", "payload_size"):
-            shown[name] = f"{one} ({size(one)})"
-        elif name == "created_ns":
-            shown["created"] = _created(one)
-        elif name.endswith("crc32"):
-            shown[name] = f"{one:08x}"
-        elif name == "flags":
-            shown[name] = f"{one:#x}{' delta' if one & 1 else ''}{' sliceable' if one & 2 else ''}"
-        elif isinstance(one, dict):
-            shown |= {f"  {key}": inner for key, inner in one.items()}
+    for name, field in value.items():
+        if name == "engines":
+            shown |= {f"  {verdict.engine}": verdict for verdict in field}
+        elif isinstance(field, dict):
+            shown |= {f"  {key}": inner for key, inner in field.items()}
         else:
-            shown[name] = _said(one)
+            new_name, text = _field_for_people(name, field)
+            shown[new_name] = text
     return shown
 
 
-def _said(one: Any) -> Any:
-    if isinstance(one, bytes):
-        return one.hex()
-    if isinstance(one, tuple):
-        return "; ".join(one)
-    return " ".join(map(str, one)) if isinstance(one, list) else one
+_NAMES = {"first_bytes": "first 16 bytes", "padding": "magic", "created_ns": "created", "whole": "complete"}
+
+
+def _field_for_people(name: str, field: Any) -> tuple[str, Any]:
+    shown = _NAMES.get(name, name)
+    match name:
+        case "first_bytes":
+            return shown, hex_dump(field)
+        case "padding":
+            return shown, f"at byte {field}"
+        case "size_bytes" | "payload_size":
+            return shown, f"{number(field)} ({bytes_(field)})"
+        case "created_ns":
+            return shown, _created(field)
+        case "flags":
+            return shown, f"{field:#x}{' delta' if field & 1 else ''}{' sliceable' if field & 2 else ''}"
+        case "verdict":
+            return shown, _verdict_for_people(field)
+        case _ if name.endswith("crc32"):
+            return shown, f"{field:08x}"
+        case _ if name.startswith("n_") and isinstance(field, int):
+            return shown, number(field)
+        case _:
+            return shown, _plain_text(field)
+
+
+def _plain_text(field: Any) -> Any:
+    if isinstance(field, bytes):
+        return field.hex()
+    if isinstance(field, tuple):
+        return "; ".join(field)
+    return " ".join(map(str, field)) if isinstance(field, list) else field
 
 
 def _created(created_ns: int) -> str:
     try:
-        return when(created_ns // 1000)
+        return timestamp(created_ns // 1000)
     except (ValueError, OverflowError, OSError):
-        return f"{created_ns} ns (no date)"
+        return f"{created_ns} ns (not a valid date)"

@@ -1,4 +1,4 @@
-"""`llama-ckpt batch`: a file of inputs, each computed from the longest beginning that is at hand; results as JSON Lines."""
+"""The command that computes many inputs: batch. Inputs and results are JSON Lines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llama_ckpt.humanize import count, size
+from llama_ckpt.humanize import bytes_, duration, number, plural
 from llama_ckpt_cli.batch_files import Line, Results, read_lines
-from llama_ckpt_cli.inputs import ContextSize, FlashAttention, Gguf, KvType, Threads
-from llama_ckpt_cli.output import plain, span
-from llama_ckpt_cli.session import Session, command
+from llama_ckpt_cli.help_format import USE
+from llama_ckpt_cli.invocation import Invocation, command
+from llama_ckpt_cli.options import ContextSize, FlashAttention, Gguf, KvType, Label, Threads
+from llama_ckpt_cli.output import plain
+from llama_ckpt_cli.tables import Column, Shorten
 
 if TYPE_CHECKING:
     from llama_ckpt.engine import Engine
@@ -29,38 +31,64 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 N_SHOWN = 10  # of the first and of the last inputs in the table
 
-Tell = Callable[["Totals"], None]
+ReportProgress = Callable[["Totals"], None]
+
+Inputs = Annotated[
+    str,
+    typer.Argument(help="JSON Lines: strings, or objects with a text or tokens; - reads stdin.", metavar="INPUTS"),
+]
+OutputFile = Annotated[
+    Path,
+    typer.Option(
+        "--output", "-o", help="File for the results, JSON Lines. Results that it contains are kept.", metavar="FILE"
+    ),
+]
+Save = Annotated[
+    str,
+    typer.Option(
+        "--save",
+        help="What to save as a checkpoint: prefix (what several inputs share), full (every input) or none.",
+        metavar="WHAT",
+    ),
+]
+SharedPrefix = Annotated[
+    str | None,
+    typer.Option("--shared-prefix", help="File with the text that all inputs start with (UTF-8).", metavar="FILE"),
+]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Compute at most this many inputs.", metavar="N")]
+Embedding = Annotated[bool, typer.Option("--embedding", help="Write the embedding vectors of an embedding model.")]
 
 
 def add_to(app: typer.Typer) -> None:
     """Adds the command."""
-    command(app, "batch")(batch)
+    command(app, "batch", group=USE)(batch)
 
 
 def batch(
-    session: Session,
-    inputs: Annotated[str, typer.Argument(help="JSON Lines: strings, or objects with text or tokens; - reads stdin.")],
+    invocation: Invocation,
+    *,
+    inputs: Inputs,
     model: Gguf,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The results, JSON Lines; what stands in it is kept.")],
-    save: Annotated[str, typer.Option(help="What becomes a checkpoint: prefix, full or none.")] = "prefix",
-    shared_prefix: Annotated[str | None, typer.Option(help="File with the text that the inputs begin with.")] = None,
-    label: Annotated[str | None, typer.Option("--label", help="Label of what is saved.")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Compute at most this many.")] = None,
-    embedding: Annotated[bool, typer.Option("--embedding", help="Give the vectors of an embedding model.")] = False,
+    output: OutputFile,
+    save: Save = "prefix",
+    shared_prefix: SharedPrefix = None,
+    label: Label = None,
+    limit: Limit = None,
+    embedding: Embedding = False,
     n_ctx: ContextSize = 8192,
     flash_attn: FlashAttention = False,
     kv_type: KvType = "f16",
     threads: Threads = None,
 ) -> None:
-    """Compute many inputs, each from the longest beginning that is at hand. Started again, it goes on where it ended."""
+    """Compute many inputs, each from its longest available prefix. If you run it again, it continues where it stopped."""
     from llama_ckpt_cli.inputs import load_engine
 
-    run = Run(session.out, inputs, {"save": save, "label": label, "shared_prefix": _text_of(shared_prefix)})
-    with Results(output) as results, session.registry() as registry:
-        options = {"n_ctx": n_ctx, "flash_attn": flash_attn, "kv_type": kv_type, "threads": threads}
-        engine = load_engine(session.out, model, embedding=embedding, **options)  # type: ignore[arg-type]
+    run = Run(invocation.out, inputs, {"save": save, "label": label, "shared_prefix": _text_of(shared_prefix)})
+    with Results(output) as results, invocation.registry() as registry:
+        of_engine = {"n_ctx": n_ctx, "flash_attn": flash_attn, "kv_type": kv_type, "threads": threads}
+        engine = load_engine(invocation.out, model, embedding=embedding, **of_engine)  # type: ignore[arg-type]
         run.compute(registry, engine, results, limit)
-    run.tell(output)
+    run.report(output)
 
 
 def _text_of(file: str | None) -> str | None:
@@ -69,9 +97,23 @@ def _text_of(file: str | None) -> str | None:
     return None if file is None else input_text(None, file)
 
 
+_COLUMNS = (
+    Column(name="line", right=True),
+    Column(name="id", shorten=Shorten.MIDDLE, at_least=10),
+    Column(name="outcome"),
+    Column(name="kept", right=True, drop_rank=1),
+    Column(name="restored", right=True, drop_rank=3),
+    Column(name="evaluated", right=True),
+    Column(name="time", right=True),
+    Column(name="reuse", right=True),
+    Column(name="next", shorten=Shorten.END, at_least=8, drop_rank=4),
+    Column(name="confidence", right=True, drop_rank=2),
+)
+
+
 @dataclass
 class Totals:
-    """What a run came to so far."""
+    """The figures of a run so far."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     n_there: int = 0
@@ -103,7 +145,7 @@ class Totals:
         self.n_evaluated += record.n_evaluated
 
     def add_save(self, record: BatchRecord) -> None:
-        """Counts what a record says of its save, which has ended."""
+        """Counts the save of a record, which has ended."""
         if record.save is not None and record.save.bytes_written:
             self.n_saved += 1
             self.saved_bytes += record.save.bytes_written
@@ -129,7 +171,7 @@ class Totals:
 
 
 class Run:
-    """One run of the command: reads, computes, writes, and keeps the few lines that the table shows."""
+    """One run of the command: reads, computes, writes, and keeps the lines that the table shows."""
 
     def __init__(self, out: Output, inputs: str, options: dict[str, Any]) -> None:
         self.out = out
@@ -141,10 +183,10 @@ class Run:
         self._last: deque[list[str]] = deque(maxlen=N_SHOWN)
 
     def compute(self, registry: Registry, engine: Engine, results: Results, limit: int | None) -> None:
-        """Computes the inputs that have no result yet, and writes a result of each. After SIGINT it ends with the input at hand.
+        """Computes the inputs that have no result yet, and writes a result for each. After SIGINT it finishes the current input.
 
         Raises:
-            BadInput: the inputs cannot be read, or the results are of others.
+            BadInput: the inputs cannot be read, or the results file belongs to other inputs.
         """
         started = time.perf_counter()
         in_flight: list[BatchRecord] = []
@@ -152,17 +194,17 @@ class Run:
         given = self._given(lines, waiting)
         with (
             _first_interrupt(self) as interrupted,
-            _bar(self.out, self.inputs) as tell,
+            _bar(self.out, self.inputs) as report,
             closing(registry.batch(engine, given, **self.options)) as records,
         ):
             for record in records:
                 line = waiting.popleft()
                 result = _result(line, record, engine)
                 results.write(result)
-                self._note(line, record, result["next_text"])
+                self._record(line, record, result["next_text"])
                 in_flight = self._count_saves([*in_flight, record])
                 self.totals.elapsed_s = time.perf_counter() - started
-                tell(self.totals)
+                report(self.totals)
                 if interrupted():
                     break
         self._count_saves(in_flight)
@@ -176,7 +218,7 @@ class Run:
                 yield line
 
     def _given(self, lines: Iterable[Line], waiting: deque[Line]) -> Iterator[BatchInput]:
-        """What the library is asked for. A line that is no input is none for the library either, and so has a record."""
+        """The inputs for the library. A line that is not a valid input is not valid for the library either, and gets a record."""
         from llama_ckpt.warm.batch import BatchInput
 
         for line in lines:
@@ -191,7 +233,7 @@ class Run:
                 self.totals.add_save(record)
         return running
 
-    def _note(self, line: Line, record: BatchRecord, next_text: str | None) -> None:
+    def _record(self, line: Line, record: BatchRecord, next_text: str | None) -> None:
         self.totals.add(record)
         row = _row(line, record, next_text)
         if len(self._first) < N_SHOWN:
@@ -199,8 +241,8 @@ class Run:
         else:
             self._last.append(row)
 
-    def tell(self, output: Path) -> None:
-        """The table and the totals; then what did not go well, by the exit code.
+    def report(self, output: Path) -> None:
+        """Prints the table and the totals. Failures then decide the exit code.
 
         Raises:
             BadInput: an input failed.
@@ -211,33 +253,30 @@ class Run:
         totals = self.totals
         self.out.result(totals.value(), self._table, [str(totals.n_computed)])
         if totals.problem is not None:
-            self.out.note(
-                f"{count(totals.n_problems, 'problem')}, which no result suffered from; the first: {totals.problem}"
-            )
+            problems = plural(totals.n_problems, "problem")
+            self.out.note(f"{problems} with checkpoints, which affect no result; the first: {totals.problem}")
         if self.interrupted:
-            self.out.note("interrupted; the same command goes on from here")
+            self.out.note("interrupted; run the same command again to continue")
             raise typer.Exit(INTERRUPTED)
         if n_failed := totals.outcomes["failed"]:
-            reason = f"{count(n_failed, 'line')} could not be computed; {output} says why"
+            reason = f"{plural(n_failed, 'line')} could not be computed; {output} has the reasons"
             raise BadInput(what="inputs", value=self.inputs, reason=reason)
 
     def _table(self) -> None:
         totals = self.totals
-        columns = ["line", "id", "outcome", "kept", "restored", "evaluated", "time", "reuse", "next", "confidence"]
         n_between = totals.n_computed - len(self._first) - len(self._last)
-        between = [["…", f"({n_between} more)", *[""] * (len(columns) - 2)]] if n_between else []
-        right = ["line", "kept", "restored", "evaluated", "time", "reuse", "confidence"]
-        self.out.table(columns, [*self._first, *between, *self._last], right=right)
-        outcomes = ", ".join(f"{totals.outcomes[name]} {name}" for name in ("hit", "partial", "miss", "failed"))
+        between = [["…", f"({number(n_between)} more)", *[""] * (len(_COLUMNS) - 2)]] if n_between else []
+        self.out.table(_COLUMNS, [*self._first, *between, *self._last])
+        outcomes = ", ".join(f"{number(totals.outcomes[name])} {name}" for name in ("hit", "partial", "miss", "failed"))
         self.out.fields(
             {
-                "inputs": f"{totals.n_computed}: {outcomes}; {totals.n_there} were there already",
-                "tokens evaluated": totals.n_evaluated,
-                "tokens restored": totals.n_restored,
-                "tokens kept": totals.n_kept,
+                "inputs": f"{number(totals.n_computed)}: {outcomes}; {number(totals.n_there)} already had a result",
+                "tokens evaluated": number(totals.n_evaluated),
+                "tokens restored": number(totals.n_restored),
+                "tokens kept": number(totals.n_kept),
                 "reuse": f"{totals.reuse:.1%}",
-                "saved": f"{count(totals.n_saved, 'checkpoint')}, {size(totals.saved_bytes)}",
-                "took": span(totals.elapsed_s),
+                "saved": f"{plural(totals.n_saved, 'checkpoint')}, {bytes_(totals.saved_bytes)}",
+                "took": duration(totals.elapsed_s),
             }
         )
 
@@ -276,13 +315,13 @@ def _row(line: Line, record: BatchRecord, next_text: str | None) -> list[str]:
     spared = record.n_kept + record.n_restored
     n_tokens = spared + record.n_evaluated
     return [
-        str(line.number),
+        number(line.number),
         str(line.label if line.id is None else line.id) if line.id is not None or line.label else "-",
         record.outcome.value,
-        str(record.n_kept),
-        str(record.n_restored),
-        str(record.n_evaluated),
-        span(record.elapsed_s),
+        number(record.n_kept),
+        number(record.n_restored),
+        number(record.n_evaluated),
+        duration(record.elapsed_s),
         f"{spared / n_tokens:.1%}" if n_tokens else "-",
         "-" if next_text is None else repr(next_text),
         "-" if record.confidence is None else f"{record.confidence:.3f}",
@@ -291,13 +330,15 @@ def _row(line: Line, record: BatchRecord, next_text: str | None) -> list[str]:
 
 @contextmanager
 def _first_interrupt(run: Run) -> Iterator[Callable[[], bool]]:
-    """Hears the first SIGINT without stopping anything, and says whether it came. The second one stops at once."""
+    """Records the first SIGINT without stopping anything; gives a function that says whether it came. The second one stops the
+    process immediately.
+    """
 
-    def heard(_number: int, _frame: object) -> None:
+    def on_interrupt(_number: int, _frame: object) -> None:
         run.interrupted = True
         signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, heard)
+    before = signal.signal(signal.SIGINT, on_interrupt)
     try:
         yield lambda: run.interrupted
     finally:
@@ -305,21 +346,21 @@ def _first_interrupt(run: Run) -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _bar(out: Output, inputs: str) -> Iterator[Tell]:
+def _bar(out: Output, inputs: str) -> Iterator[ReportProgress]:
     """A progress bar with rate, reuse and bytes saved."""
     with out.progress("batch") as progress:
         n_lines = _n_lines(inputs)
 
-        def tell(totals: Totals) -> None:
+        def report(totals: Totals) -> None:
             rate = totals.n_computed / max(totals.elapsed_s, 1e-9)
-            told = f"{rate:.1f}/s, {totals.reuse:.0%} reused, {size(totals.saved_bytes)} saved"
-            progress(totals.n_there + totals.n_computed, n_lines, told)
+            figures = f"{rate:,.1f}/s, {totals.reuse:.0%} reused, {bytes_(totals.saved_bytes)} saved"
+            progress(totals.n_there + totals.n_computed, n_lines, figures)
 
-        yield tell
+        yield report
 
 
 def _n_lines(inputs: str) -> int | None:
-    """How many inputs there are, where that can be told before they are read."""
+    """How many inputs there are, if that can be counted before they are read."""
     if inputs == "-" or not Path(inputs).is_file():
         return None
     with Path(inputs).open("rb") as lines:
