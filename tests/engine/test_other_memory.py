@@ -70,7 +70,7 @@ def test_what_does_not_begin_with_all_of_it_and_go_on_is_no_match_and_leaves_the
     engine.evaluate(OTHER)
     back = registry.restore(engine, asked)
     assert back.outcome is Outcome.NO_MATCH
-    assert "cannot be cut" in back.reason
+    assert "cannot be truncated" in back.reason
     assert np.array_equal(engine.held_token_ids(), OTHER)
 
 

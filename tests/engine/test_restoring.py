@@ -203,7 +203,7 @@ def test_a_memory_that_cannot_be_cut_fails_and_leaves_nothing(engine, monkeypatc
     monkeypatch.setattr(
         llama_cpp, "llama_memory_seq_rm", lambda m, s, start, end: start <= 0 and real(m, s, start, end)
     )
-    with pytest.raises(EngineFailed, match="cannot be cut after 39 tokens"):
+    with pytest.raises(EngineFailed, match="cannot be truncated after 39 tokens"):
         engine.evaluate(ids, n_kept=39)
     assert engine.held_token_ids().tolist() == []
 

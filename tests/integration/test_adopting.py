@@ -557,7 +557,7 @@ def test_a_file_that_was_named_is_refused_where_a_folder_would_leave_it(registry
     (tmp_path / "link.llam").symlink_to(theirs)
     refusal(registry, tmp_path / "link.llam", UnsafePath, "symlink")
     refusal(registry, put(tmp_path / "m.gguf", b"GGUF\3\0\0\0"), Unsupported, "GGUF model file")
-    refusal(registry, tmp_path / "nothing", FileMissing, "not there")
+    refusal(registry, tmp_path / "nothing", FileMissing, "does not exist")
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_memory_that_cannot_be_cut_is_found_where_all_of_it_is_a_prefix_at_whate
     equal, longer, diverging = save(*run(15)), save(*run(15, 70)), save(*run(13, 80, 81))
     for row in (whole, equal, longer, diverging):
         set_row(registry, row, memory_kind=kind.value)
-    assert find(*run(15)) == (whole.id, 6), "an equal one leaves no token to evaluate, a longer one cannot be cut"
+    assert find(*run(15)) == (whole.id, 6), "an equal one leaves no token to evaluate, a longer one cannot be truncated"
     assert find(*run(15, 90)) == (equal.id, 15)
     assert find(*run(14, 90)) == (whole.id, 6)
     assert find(*run(5)) is None
@@ -236,7 +236,7 @@ def test_the_whole_input_in_memory_that_cannot_be_cut_is_no_match_and_says_why(r
         registry.match_hash(row.input_hash, fingerprint=engine.fingerprint),
     ):
         assert (result.outcome, result.nearest.id) == (Outcome.NO_MATCH, row.id)
-        assert "recurrent memory, which cannot be cut" in result.reason
+        assert "recurrent memory, which cannot be truncated" in result.reason
 
 
 def test_many_that_cannot_be_cut_do_not_hide_the_one_that_is_a_prefix(registry, save, find):

@@ -476,7 +476,7 @@ def test_a_wrong_or_unmounted_store_costs_nothing(registry, engine, saved, tmp_p
     with Registry.open(database_url, tmp_path / "typo") as wrong:
         back = wrong.restore(engine, "one")
         assert back.outcome is Outcome.FAILED
-        assert "bears no marker of this registry" in str(back.error)
+        assert "contains no marker of this registry" in str(back.error)
         for text in ("one", "two"):
             with pytest.raises(StoreUnavailable, match="is it mounted"):
                 wrong.save(engine, text)

@@ -182,7 +182,7 @@ def test_a_merge_from_a_bad_file_is_refused_before_the_engine_and_the_row_goes_s
 def test_a_merge_from_an_unmounted_store_changes_no_row(registry, engine, saved, tmp_path, database_url):
     with (
         Registry.open(database_url, tmp_path / "elsewhere") as wrong,
-        pytest.raises(StoreUnavailable, match="bears no marker"),
+        pytest.raises(StoreUnavailable, match="contains no marker"),
     ):
         wrong.merge(beginning(engine, 2), saved)
     assert registry.get(saved.id).status is Status.ACTIVE

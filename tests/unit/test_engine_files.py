@@ -454,7 +454,7 @@ def test_every_real_file_is_identified_as_whole_and_restorable(name):
 def test_whether_a_file_can_be_truncated_at_a_token_is_told(name, memory, sliceable):
     found = answer(samples.data(name))
     assert (found.memory, found.sliceable) == (memory, sliceable)
-    assert any("cannot be cut" in note for note in found.notes) != sliceable
+    assert any("cannot be truncated" in note for note in found.notes) != sliceable
 
 
 @pytest.mark.parametrize(

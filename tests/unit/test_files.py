@@ -806,7 +806,7 @@ def test_a_store_belongs_to_the_registry_that_claims_it_first(store):
 
 def test_a_store_without_a_marker_is_anybodys_only_where_that_may_be(store):
     store.require_owner("mine", unmarked=True)
-    with pytest.raises(StoreUnavailable, match=r"bears no marker of this registry.*is it mounted.*gc --force mine"):
+    with pytest.raises(StoreUnavailable, match=r"contains no marker of this registry.*is it mounted.*gc --force mine"):
         store.require_owner("mine", unmarked=False)
     assert contents(store.root) == {}
 

@@ -86,9 +86,9 @@ def test_a_copy_stays_when_the_engine_goes_on():
 def test_memory_that_cannot_be_cut_has_no_prefix():
     engine = holding(1, 2, 3, kind=MemoryKind.RECURRENT)
     assert bytes(PrefixView(engine, 3).capture()) == state_of([1, 2, 3])
-    with pytest.raises(Unsupported, match="it cannot be cut"):
+    with pytest.raises(Unsupported, match="it cannot be truncated"):
         PrefixView(engine, 2).capture()
-    with pytest.raises(Unsupported, match="it cannot be cut"):
+    with pytest.raises(Unsupported, match="it cannot be truncated"):
         PrefixView(engine, 2, copy=True)
 
 

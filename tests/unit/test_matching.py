@@ -116,9 +116,9 @@ def told(found):
 @pytest.mark.parametrize(
     ("stored", "n_matching", "n_reusable", "reason"),
     [
-        ([1, 2, 3, 4, 5, 6], 4, 3, "a longer checkpoint begins with the whole input"),
+        ([1, 2, 3, 4, 5, 6], 4, 3, "a longer checkpoint starts with the complete input"),
         ([1, 2, 3, 4], 4, 3, "the same token ids"),
-        ([1, 2, 3], 3, 3, "the input begins with the whole checkpoint"),
+        ([1, 2, 3], 3, 3, "the input starts with the complete checkpoint"),
         ([1, 2, 3, 9, 9], 3, 3, "input and checkpoint begin with the same 3 tokens"),
     ],
     ids=["longer", "equal", "shorter", "diverging"],
@@ -147,7 +147,7 @@ def test_memory_that_cannot_be_cut_serves_only_inputs_that_go_on_after_all_of_it
     for stored in ([1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 9]):
         found = asked(1, 2, 3, 4, among=[head("a", *stored, kind=kind)])
         assert (found.outcome, found.nearest.id) == (Outcome.NO_MATCH, "a")
-        assert f"of {kind} memory, which cannot be cut" in found.reason
+        assert f"of {kind} memory, which cannot be truncated" in found.reason
     both = [head("a", 1, 2, 3, 9, kind=kind), head("b", 1, 2, kind=kind, ckpt_no=2)]
     assert told(asked(1, 2, 3, 4, among=both))[:3] == ("hit", "b", 2), "what cannot be used does not hide what can"
 
@@ -195,4 +195,4 @@ def test_the_row_of_the_whole_input_serves_it_only_if_it_can_be_truncated_and_is
     assert why_not_same_input(mine, tokens_hash(ids)) is None
     assert why_not_same_input(mine, None) is None
     assert "other token ids" in why_not_same_input(mine, tokens_hash(ids[:2]))
-    assert "cannot be cut" in why_not_same_input(dataclasses.replace(mine, memory_kind=kind), None)
+    assert "cannot be truncated" in why_not_same_input(dataclasses.replace(mine, memory_kind=kind), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import tomllib
 from collections.abc import Callable
 from functools import cache, partial
@@ -328,3 +329,22 @@ def test_every_file_that_the_program_reads_beside_its_code_is_shipped():
     }
     assert any(path.suffix == ".sql" for path in beside)
     assert {name_of(path) for path in beside} == {name_of(path) for path in shipped}
+
+
+# The first commit of this layout: the rule for subjects holds from here on.
+FIRST_RULED = "registry: move 54 modules into wings, checkpoints and pillars"
+
+
+def subjects() -> list[str]:
+    """The subjects of the commits since the rule holds, newest first."""
+    done = subprocess.run(["git", "log", "--format=%s"], cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    if FIRST_RULED not in lines:
+        pytest.skip("no git history that reaches back to the rule")
+    return lines[: lines.index(FIRST_RULED) + 1]
+
+
+def test_a_commit_says_which_area_does_what():
+    wrong = [line for line in subjects() if len(line) > 72 or not re.match(r"[a-z_]+(, [a-z_]+)*: [a-z]", line)]
+    assert wrong == []
+    assert [line for line in subjects() if re.search(r"\b(wip|snapshot|merge)\b", line, re.IGNORECASE)] == []

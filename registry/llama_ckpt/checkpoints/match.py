@@ -139,9 +139,9 @@ def _why(row: Checkpoint, n_matching: int, n_tokens: int) -> str:
     if n_matching == row.n_tokens == n_tokens:
         return "the same token ids"
     if n_matching == n_tokens:
-        return "a longer checkpoint begins with the whole input"
+        return "a longer checkpoint starts with the complete input"
     if n_matching == row.n_tokens:
-        return "the input begins with the whole checkpoint"
+        return "the input starts with the complete checkpoint"
     return f"input and checkpoint begin with the same {n_matching} tokens"
 
 
@@ -154,8 +154,8 @@ def _why_not(row: Checkpoint, n_matching: int, n_tokens: int, min_tokens: int) -
 
 def _cannot_be_cut(row: Checkpoint) -> str:
     return (
-        f"the nearest checkpoint is of {row.memory_kind} memory, which cannot be cut: it serves only inputs that begin with "
-        "all of it and go on"
+        f"the nearest checkpoint is of {row.memory_kind} memory, which cannot be truncated: it serves only inputs that begin "
+        "with all of it and go on"
     )
 
 

@@ -142,10 +142,11 @@ def _parent(
     elif parent_id in planned:
         parent, token_ids = planned[parent_id].new, planned[parent_id].token_ids
     else:
-        hint = f"{name} is a delta and stands on it: bring that back first, or adopt what export --format llam writes."
+        parent_first = f"{name} is a delta, and that is its parent: bring the parent back first"
+        hint = f"{parent_first}, or adopt what export --format llam writes."
         raise MissingParent(what="ACTIVE checkpoint", name=parent_id, hint=hint)
     if parent.fingerprint != header.fingerprint or not parent.start_token < header.start_token <= parent.n_tokens:
-        raise _corrupt(name, f"it begins at token {header.start_token}, and does not go on from checkpoint {parent.id}")
+        raise _corrupt(name, f"it begins at token {header.start_token}, and does not extend checkpoint {parent.id}")
     return parent, token_ids
 
 

@@ -196,7 +196,7 @@ def merge(context: RegistryContext, engine: Engine, row: Checkpoint) -> MergeRes
     started = time.perf_counter()
     held = engine.held_token_ids()
     if len(held) == 0:
-        raise EngineStateMismatch(reason="it holds nothing to append to; restore() loads a whole checkpoint")
+        raise EngineStateMismatch(reason="it holds nothing to append to; restore() loads a complete checkpoint")
     if row.n_tokens <= len(held):
         reason = (
             f"the checkpoint ends after {row.n_tokens} tokens, the engine holds {len(held)}: there is nothing to append"

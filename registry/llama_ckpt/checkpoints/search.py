@@ -231,8 +231,8 @@ class _Search:
 
     def candidates(self) -> list[CandidateTokens]:
         """Candidates, guaranteed to include the best match (or, for a miss, the nearest). Reads at most 16 files, starting from
-        the deepest linked block, and moves up only if nothing there is usable: it cannot be cut, has expired, or its file is
-        missing or damaged.
+        the deepest linked block, and moves up only if nothing there is usable: it cannot be truncated, has expired, or its
+        file is missing or damaged.
         """
         if self._start is None:
             self.context.database.query(self.start)

@@ -89,7 +89,7 @@ def _engine_version() -> Diagnosis:
 
 def _marker(store: Store, report: DatabaseReport) -> Diagnosis:
     owner, facts = store.owner(), report.facts
-    state = "bears no marker" if not (store.root / MARKER).exists() else "bears a marker that cannot be read"
+    state = "contains no marker" if not (store.root / MARKER).exists() else "contains a marker that cannot be read"
     if facts is None and not report.has_none:
         return not_checked("marker", report.why)
     if facts is None:
@@ -167,23 +167,25 @@ def _policy(settings: Mapping[str, str]) -> tuple[Policy, Diagnosis]:
 
 def _schedule(policy: Policy, report: DatabaseReport) -> Diagnosis:
     limits = policy.limit_names()
-    told = f"limits: {', '.join(limits)}" if limits else "no limit is set: what is saved stays until it is removed"
+    summary = f"limits: {', '.join(limits)}" if limits else "no limit is set: what is saved stays until it is removed"
     if report.facts is None:
-        return not_checked("policy", report.why) if limits and not report.has_none else _unscheduled(told, limits, ())
+        return (
+            not_checked("policy", report.why) if limits and not report.has_none else _unscheduled(summary, limits, ())
+        )
     running = [row for row in report.facts.schedules if row.is_alive]
     if running:
         by = running[0]
         last = f", its last run: {by.last_result}" if by.last_result else ""
-        return ok("policy", f"{told}; {by.holder} collects ({by.spec}){last}")
-    return _unscheduled(told, limits, report.facts.schedules)
+        return ok("policy", f"{summary}; {by.holder} collects ({by.spec}){last}")
+    return _unscheduled(summary, limits, report.facts.schedules)
 
 
-def _unscheduled(told: str, limits: list[str], gone: tuple[ScheduleRow, ...]) -> Diagnosis:
+def _unscheduled(summary: str, limits: list[str], gone: tuple[ScheduleRow, ...]) -> Diagnosis:
     if gone:
-        told += f"; the schedule of {gone[0].holder} runs no more"
+        summary += f"; the schedule of {gone[0].holder} runs no more"
     if not limits:
-        return ok("policy", told)
-    return warn("policy", told, "nothing prunes: llama-ckpt schedule install (or a timer of your own)")
+        return ok("policy", summary)
+    return warn("policy", summary, "nothing prunes: llama-ckpt schedule install (or a timer of your own)")
 
 
 def _graces(policy: Policy) -> Diagnosis:

@@ -135,7 +135,7 @@ def _advice(reason: str) -> str:
     if "ENOSPC" in reason or "EDQUOT" in reason:
         return "free some space (llama-ckpt prune, then llama-ckpt gc), or name another --store"
     if any(code in reason for code in ("EACCES", "EPERM", "EROFS")):
-        return "the folder must belong to whoever runs llama-ckpt, on a file system that is mounted for writing"
+        return "the folder must belong to the user who runs llama-ckpt, on a file system that is mounted for writing"
     return "the file system fails; see the system's log"
 
 

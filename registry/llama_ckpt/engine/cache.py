@@ -117,7 +117,7 @@ class LlamaCkptCache(BaseLlamaCache):
 
     def __setitem__(self, key: Sequence[int], value: Any) -> None:
         """Saves the state of these token ids that the `Llama` holds: up to the end of the prompt; or all of it, with `answers`
-        or if the memory cannot be cut. The state in `value` is ignored.
+        or if the memory cannot be truncated. The state in `value` is ignored.
         """
         try:
             token_ids = as_token_ids(key)

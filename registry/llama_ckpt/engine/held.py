@@ -14,8 +14,8 @@ from llama_ckpt.values import Fingerprint, MemoryKind, ModelDimensions
 def n_reusable(held: HeldState, token_ids: TokenIds, min_tokens: int) -> int:
     """The number of held cells to keep for an input, at most all but one: the last token is decoded again, for its logits.
 
-    0 if the memory cannot be cut and holds other cells too; and if fewer than `min_tokens` would be kept, unless exactly the
-    input is held. This is the rule for stored checkpoints (`match.by_prefix`), applied to held cells.
+    0 if the memory cannot be truncated and holds other cells too; and if fewer than `min_tokens` would be kept, unless
+    exactly the input is held. This is the rule for stored checkpoints (`match.by_prefix`), applied to held cells.
     """
     held_ids = held.held_token_ids()
     n_common = common_prefix(held_ids, token_ids)
@@ -92,13 +92,13 @@ class PrefixView:
 
         Raises:
             EngineFailed: the engine gave no state.
-            Unsupported: the prefix ends before the held tokens do, and the memory cannot be cut.
+            Unsupported: the prefix ends before the held tokens do, and the memory cannot be truncated.
         """
         return self._captured() if self._state is None else self._state
 
     def _captured(self) -> memoryview:
         is_part = self._n_tokens < len(self._engine.held_token_ids())
         if is_part and not self.memory_kind.can_be_truncated:
-            raise Unsupported(what=f"a part of {self.memory_kind} memory", reason="it cannot be cut")
+            raise Unsupported(what=f"a part of {self.memory_kind} memory", reason="it cannot be truncated")
         state = self._engine.capture()
         return kv_edit.truncate(state, self._n_tokens) if is_part else state

@@ -293,7 +293,7 @@ class LlamaCppEngine:
         if n_tokens == 0:
             self._forget(clear_data=False)
         elif not llama_cpp.llama_memory_seq_rm(self._memory, _SEQ, n_tokens, -1):
-            raise EngineFailed(reason=f"its memory cannot be cut after {n_tokens} tokens")
+            raise EngineFailed(reason=f"its memory cannot be truncated after {n_tokens} tokens")
         self.llama.n_tokens = n_tokens
 
     def _eval(self, token_ids: TokenIds) -> None:

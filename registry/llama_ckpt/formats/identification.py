@@ -19,7 +19,7 @@ _ENGINE_FORMATS = {
     FileFormat.GGSN: "llama.cpp's state of a whole context (llama-cli prompt cache, llama_state_save_file)",
 }
 _STATE = "a sequence's state without a file's head (llama_state_seq_get_data)"
-_NOT_SLICEABLE = "it cannot be cut at a token"
+_NOT_SLICEABLE = "it cannot be truncated at a token"
 # Files that are no checkpoints and are often stored beside them. A pickle is named and never opened.
 _OTHER_MAGICS = {
     b"GGUF": "a GGUF model file",

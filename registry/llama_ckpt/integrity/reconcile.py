@@ -185,7 +185,7 @@ class Reconciler:
         try:
             register_orphan(self._context, orphan.model, orphan.new, orphan.token_ids)
         except Conflict:
-            or_parent = "" if orphan.new.parent_no is None else ", or what it stands on went STALE"
+            or_parent = "" if orphan.new.parent_no is None else ", or its parent went STALE"
             reason = f"another checkpoint of the same input is ACTIVE{or_parent}"
             return Reconciled(finding, MendOutcome.LEFT_FOR_GC, reason)
         except StoreUnavailable as error:

@@ -60,7 +60,7 @@ def require_owner(root: Path, registry_id: str, *, unmarked: bool) -> None:
     owner_id = owner(root)
     if owner_id is None and not unmarked:
         hint = f"is it mounted? If the files are really gone, say so with: llama-ckpt gc --force {registry_id}"
-        reason = f"it bears no marker of this registry, whose rows name files in it: {hint}"
+        reason = f"it contains no marker of this registry, whose rows name files in it: {hint}"
         raise StoreUnavailable(path=root, reason=reason)
     if owner_id not in (None, registry_id):
         hint = f"name the right database or store (to give this store to this database, delete {MARKER} in it)"

@@ -204,7 +204,7 @@ class Batch:
     # -- one input -----------------------------------------------------------------------------------------------------
 
     def _record(self, item: _Item | _Unusable, following: _Following) -> BatchRecord:
-        """The record of an input, computed and with its save started. A save of memory that cannot be cut starts on the way."""
+        """The record of an input, computed and with its save started. A save of memory that cannot be truncated starts early."""
         started = time.perf_counter()
         if isinstance(item, _Unusable):
             return _failed(item.index, None, item.error, 0.0)
@@ -244,7 +244,7 @@ class Batch:
         return n_reusable(self._engine, item.token_ids, self._context.min_match_tokens)
 
     def _evaluate(self, item: _Item, start: _Start, following: _Following) -> _PendingSave:
-        """Evaluates the rest of an input. A state that cannot be cut is saved on the way: at the token where it is to end."""
+        """Evaluates the rest of an input. A state that cannot be truncated is saved on the way, at the token where it ends."""
         engine, ids, n_held = self._engine, item.token_ids, start.n_kept or start.n_restored
         passing = _NO_SAVE
         if not engine.memory_kind.can_be_truncated:

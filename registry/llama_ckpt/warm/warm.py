@@ -125,7 +125,9 @@ class _Warming:
             if n_known == len(token_ids) or match.outcome is Outcome.FAILED:
                 return match
             if not self._engine.memory_kind.can_be_truncated:
-                n_known = len(token_ids) - 1  # the state of another input cannot be cut: only that of this one helps
+                n_known = (
+                    len(token_ids) - 1
+                )  # the state of another input cannot be truncated: only that of this one helps
             key = flight_key(fingerprint.digest, token_ids, n_known, self._context.block_size)
             if self.flight.should_compute(key):
                 return match
@@ -138,8 +140,8 @@ class _Warming:
         before, options = time.perf_counter(), self._options.save
         token_ids = prompt.token_ids
         n_tokens, n_kept, saved = len(token_ids), n_restored or self._n_held(token_ids), None
-        # A restore must decode the last token again, for its logits. A state that cannot be cut cannot give that token back: so
-        # it is saved one token short.
+        # A restore must decode the last token again, for its logits. A state that cannot be truncated cannot give
+        # that token back: so it is saved one token short.
         can_be_truncated = self._engine.memory_kind.can_be_truncated
         if not can_be_truncated and n_kept < n_tokens - 1:
             self._engine.evaluate(token_ids[:-1], self._progress, n_kept=n_kept)
