@@ -33,7 +33,8 @@ ContextSize = Annotated[
     typer.Option(
         "--n-ctx",
         min=1,
-        help="Context size the files were written with. Needed only for models with separate long and short RoPE factors.",
+        help="Context size the files were written with. Needed only for models with separate long and short RoPE factors;"
+        " adopt refuses a file and says so if it needs the size.",
         metavar="N",
     ),
 ]
@@ -50,7 +51,8 @@ Link = Annotated[
     bool,
     typer.Option(
         "--link",
-        help="Do not copy LLAM files on the same file system: share their bytes by a hard link. The file's mode becomes 0600.",
+        help="Add hard links to LLAM files instead of copying them. A file on another file system is refused. The original gets"
+        " mode 0600, and a later change of its content damages the checkpoint.",
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be adopted; change nothing.")]

@@ -40,7 +40,11 @@ Inputs = Annotated[
 OutputFile = Annotated[
     Path,
     typer.Option(
-        "--output", "-o", help="File for the results, JSON Lines. Results that it contains are kept.", metavar="FILE"
+        "--output",
+        "-o",
+        help="File for the results, JSON Lines. Inputs that have a result in it are skipped, even if you changed the model or"
+        " an option: use a new file then.",
+        metavar="FILE",
     ),
 ]
 Save = Annotated[
@@ -53,7 +57,12 @@ Save = Annotated[
 ]
 SharedPrefix = Annotated[
     str | None,
-    typer.Option("--shared-prefix", help="File with the text that all inputs start with (UTF-8).", metavar="FILE"),
+    typer.Option(
+        "--shared-prefix",
+        help="File with a text (UTF-8) that the inputs already start with: it is evaluated and saved once. It is not added to"
+        " the inputs.",
+        metavar="FILE",
+    ),
 ]
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Compute at most this many inputs.", metavar="N")]
 Embedding = Annotated[bool, typer.Option("--embedding", help="Write the embedding vectors of an embedding model.")]

@@ -131,7 +131,7 @@ def _history(c: Checkpoint) -> dict[str, Any]:
 
 
 def pin(invocation: Invocation, ids: CheckpointIds) -> None:
-    """Protect checkpoints from prune, gc and rm until they are unpinned."""
+    """Protect checkpoints from prune, gc and rm until they are unpinned. `purge` deletes pinned checkpoints, too."""
     _each(invocation, ids, lambda registry, i: registry.pin(i), "pinned")
 
 

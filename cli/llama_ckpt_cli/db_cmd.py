@@ -41,7 +41,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def upgrade(invocation: Invocation) -> None:
-    """Create the schema, or upgrade it to the revision of this version."""
+    """Create the schema, or upgrade it to the revision of this version. Older versions of llama-ckpt refuse an upgraded database:
+    update every host first, and back the database up.
+    """
     from llama_ckpt.db import migrate
     from llama_ckpt.store.store import Store
 

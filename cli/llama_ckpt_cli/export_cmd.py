@@ -34,7 +34,8 @@ Streams = Annotated[
     int | None,
     typer.Option(
         "--streams",
-        help="Number of llama-server's slots (-np), if they do not share one cache (-no-kvu).",
+        help="Number of slots (-np) of a llama-server that runs with -no-kvu: it rejects a file with another number. Omit this"
+        " option for any other engine.",
         metavar="N",
     ),
 ]

@@ -21,15 +21,17 @@ Now = Annotated[
     bool,
     typer.Option(
         "--now",
-        help="Also delete ghosts seen for the first time, and quarantined files. Normally a ghost is deleted only when two runs"
-        " have seen it. With --now, only --ghost-grace protects the file of a save that is still running.",
+        help="Delete ghosts at their first sighting, not only after a second run saw them, and delete the unreadable files"
+        " that an earlier run put into quarantine. STALE checkpoints still wait for --stale-grace, and only --ghost-grace"
+        " then protects the file of a save that is still running.",
     ),
 ]
 Only = Annotated[
     str | None,
     typer.Option(
         "--only",
-        help="Delete only these kinds, separated by commas: stale, orphan, unreadable, temporary, missing.",
+        help="Handle only these kinds, separated by commas: stale (files of STALE checkpoints), orphan (ghosts), unreadable"
+        " (damaged files), temporary (interrupted writes), missing (checkpoints whose file is gone: they are marked STALE).",
         metavar="KINDS",
     ),
 ]
@@ -37,14 +39,15 @@ MaxDuration = Annotated[
     str | None, typer.Option("--max-duration", help="Start no more deletions after this time, e.g. 5m.", metavar="TIME")
 ]
 MaxDelete = Annotated[
-    int | None, typer.Option("--max-delete", min=0, help="Process at most this many items.", metavar="N")
+    int | None, typer.Option("--max-delete", min=0, help="Process at most this many items (0: none).", metavar="N")
 ]
 Force = Annotated[
     str | None,
     typer.Option(
         "--force",
-        help="Run even if the store does not look like this registry's (for example, many files are missing). Give the"
-        " registry id to confirm. Can delete files that another registry needs.",
+        help="Run although gc refuses because database and store do not seem to belong together, or many files are missing."
+        " Check --store and --database-url first: this can delete files that another registry needs. The refusal names the"
+        " registry id to give here.",
         metavar="REGISTRY-ID",
     ),
 ]

@@ -18,7 +18,7 @@ OPERATE = "Operate"
 DATABASES = "Databases"
 COMMAND_GROUPS = (USE, LOOK, CLEAN, OPERATE, DATABASES)
 
-POLICY_PANEL = "Policy of this run (instead of the settings)"
+POLICY_PANEL = "Policy (an option not given here comes from the settings)"
 COMMON_PANEL = "Options of every command"
 
 _WIDEST_NAME = 26  # of an option; a longer one gets a line of its own

@@ -52,7 +52,8 @@ def match(
 ) -> None:
     """Show which checkpoint matches an input, completely or by prefix. Exit code 3: no checkpoint matches.
 
-    Only prefix matches of a text need llama-cpp-python, and a GGUF file as --model: its vocabulary, not its weights.
+    To find prefixes of a text, give a GGUF file as --model: only its vocabulary is loaded, by llama-cpp-python. Complete
+    matches, --hash and --tokens need neither.
     """
     from llama_ckpt.values import MatchResult, Outcome
     from llama_ckpt_cli.inputs import input_query, weights_of

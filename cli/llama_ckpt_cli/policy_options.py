@@ -15,7 +15,7 @@ LIMITS = tuple(declared.name for declared in SETTINGS if declared.step is Step.P
 MATCHING = ("min_match_tokens",)
 
 _HELP = {declared.name: declared.help for declared in SETTINGS} | {
-    "min_match_tokens": "Shortest common prefix, in tokens, that counts as a match (default 16)."
+    "min_match_tokens": "Shortest common prefix, in tokens, that counts as a match (default: 16)."
 }
 _METAVARS = {Kind.DURATION: "TIME", Kind.SIZE: "SIZE", Kind.COUNT: "N", Kind.SHARE: "SHARE", Kind.ORDER: "ORDER"}
 _METAVAR = {declared.name: _METAVARS[declared.forms[0][0]] for declared in SETTINGS} | {"min_match_tokens": "N"}

@@ -24,7 +24,8 @@ Since = Annotated[
     str | None,
     typer.Option(
         "--since",
-        help="Bring back everything that prune marked since then: a duration such as 2h, or a time in UTC.",
+        help="Bring back what prune marked and what expired since then, but not what rm marked (give its id instead): a duration"
+        " such as 2h, or a UTC time such as '2026-05-01 14:30'.",
         metavar="TIME",
     ),
 ]
@@ -83,7 +84,9 @@ def _report(out: Output, verdicts: list[Verdict], done: str) -> None:
 
 
 def unprune(invocation: Invocation, ids: Ids = None, since: Since = None) -> None:
-    """Make STALE checkpoints ACTIVE again if their files are still complete. Exit code 12: at least one was not."""
+    """Make STALE checkpoints ACTIVE again if their files are still complete. The next prune can mark them again: pin them, or
+    change the policy. Exit code 12: at least one could not be made ACTIVE; the output says why.
+    """
     from llama_ckpt.errors import BadInput
     from llama_ckpt.integrity.reconcile import Reconciler
 

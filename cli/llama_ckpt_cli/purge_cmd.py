@@ -26,7 +26,11 @@ Model = Annotated[
     str | None, typer.Option("--model", help="Purge all checkpoints of the model with this name.", metavar="NAME")
 ]
 Everything = Annotated[
-    bool, typer.Option("--all", help="Purge every checkpoint, and every file that this program wrote to the store.")
+    bool,
+    typer.Option(
+        "--all",
+        help="Purge every checkpoint, and every file that this program wrote to the store: ghosts and quarantined files, too.",
+    ),
 ]
 
 
@@ -46,7 +50,8 @@ def purge(
     yes: Yes = False,
 ) -> None:
     """Delete checkpoints and their files immediately and permanently, without a grace period. This cannot be undone. It also
-    deletes pinned checkpoints, and the deltas that need a deleted one. Afterwards it checks that nothing is left.
+    deletes pinned checkpoints, and the deltas that need a deleted one. Afterwards it checks that nothing is left. Give exactly
+    one of --input-hash, --label, --model and --all.
     """
     from llama_ckpt.collector.purge import Purger
 

@@ -57,7 +57,8 @@ def repair(
     trust_tokens: TrustTokens = False,
 ) -> None:
     """Repair damaged checkpoint files, as far as the rest of each file proves what is right. It removes padding and corrects
-    headers and CRCs. The original file is kept, and no existing file is overwritten. Needs no database.
+    headers and CRCs. By default it writes FILE.repaired and leaves FILE unchanged. No existing output and no FILE.bak is
+    overwritten; only --in-place with --no-backup loses the original. Needs no database.
 
     Exit code 5: at least one file cannot be repaired; the message says why.
     """

@@ -66,7 +66,12 @@ Jitter = Annotated[
     ),
 ]
 Once = Annotated[bool, typer.Option("--once", help="Run once, now, and exit: for a timer of the system.")]
-Write = Annotated[bool, typer.Option("--write", help="Install the timer. Without this option it is only printed.")]
+Write = Annotated[
+    bool,
+    typer.Option(
+        "--write", help="Install the timer, in place of an earlier one. Without this option it is only printed."
+    ),
+]
 Systemd = Annotated[bool, typer.Option("--systemd", help="Use a systemd timer of this user.")]
 Cron = Annotated[bool, typer.Option("--cron", help="Use a line in this user's crontab.")]
 Launchd = Annotated[bool, typer.Option("--launchd", help="Use a launchd agent (macOS).")]
@@ -96,7 +101,7 @@ def run(
     once: Once = False,
     name: Name = None,
 ) -> None:
-    """Run prune and gc at intervals, until SIGTERM or Ctrl-C. Only one run is active at a time over all hosts."""
+    """Run prune and gc at intervals, without asking, until SIGTERM or Ctrl-C. Only one run is active at a time over all hosts."""
     from llama_ckpt.collector.schedule import CollectorSchedule
     from llama_ckpt.collector.triggers import Trigger
 
@@ -194,7 +199,9 @@ def install(
     jitter: Jitter = None,
     write: Write = False,
 ) -> None:
-    """Print what a timer of the system needs to run prune and gc, or install it with --write. Default: every 15 minutes."""
+    """Print what a timer of the system needs to run prune and gc, or install it with --write. Give exactly one of --systemd,
+    --cron, --launchd and --windows. The runs delete files without asking. Default: every 15 minutes.
+    """
     kind, target = _target(systemd=systemd, cron=cron, launchd=launchd, windows=windows)
     texts = target.texts(_job(invocation, every, cron_expression, jitter))
     if kind == "windows" and os.environ.get(_PASSWORD_FILE):

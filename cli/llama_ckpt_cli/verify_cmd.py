@@ -41,8 +41,8 @@ Repair = Annotated[
     bool,
     typer.Option(
         "--repair",
-        help="With --all: mark damaged checkpoints STALE, register intact ghosts again, and index checkpoints of older versions"
-        " for prefix matches.",
+        help="With --all: correct the database, not the files. Mark damaged checkpoints STALE (gc deletes their files later),"
+        " register intact ghosts again, and index checkpoints that older versions of llama-ckpt saved for prefix matches.",
     ),
 ]
 

@@ -207,7 +207,7 @@ def test_the_defaults_of_the_settings_are_those_of_the_policy():
 
 def test_help_ends_with_the_default_if_there_is_one():
     for declared in SETTINGS:
-        assert declared.help.endswith(f"(default {declared.default}).") is bool(declared.default)
+        assert declared.help.endswith(f"(default: {declared.default}).") is bool(declared.default)
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,8 @@ class Policy:
         metadata=setting(
             "ghost_grace",
             Kind.DURATION,
-            "Keep files the database does not know for at least this long; a save that is still running looks like one, and a"
-            " grace shorter than that save can delete its file.",
+            "Keep files that the database does not know (ghosts) at least this long. A save that is still running looks like"
+            " one: a grace shorter than your longest save can delete its file.",
             step=Step.GC,
         ),
     )
@@ -129,34 +129,62 @@ class Policy:
     )
     keep_last_per_model: int = field(
         default=0,
-        metadata=setting("keep_last_per_model", Kind.COUNT, "Always keep the newest N checkpoints of each model."),
+        metadata=setting(
+            "keep_last_per_model",
+            Kind.COUNT,
+            "Never prune the newest N checkpoints of each model, even over a limit, until they expire.",
+        ),
     )
     keep_last_per_label: int = field(
         default=0,
-        metadata=setting("keep_last_per_label", Kind.COUNT, "Always keep the newest N checkpoints of each label."),
+        metadata=setting(
+            "keep_last_per_label",
+            Kind.COUNT,
+            "Never prune the newest N checkpoints of each label, even over a limit, until they expire.",
+        ),
     )
     min_free: int | None = field(
         default=None,
         metadata=setting(
-            "min_free", Kind.SIZE, "Keep this much of the file system free, e.g. 20GB or 10%.", kept_by_saves=True
+            "min_free",
+            Kind.SIZE,
+            "Prune until this much of the file system is free once gc has deleted the files, e.g. 20GB or 10%.",
+            kept_by_saves=True,
         ),
     )
     min_free_share: float | None = field(default=None, metadata=setting("min_free", Kind.SHARE, "", kept_by_saves=True))
     high_water: float = field(
         default=1.0,
-        metadata=setting("high_water", Kind.SHARE, "Start pruning when usage exceeds this share of a limit."),
+        metadata=setting(
+            "high_water",
+            Kind.SHARE,
+            "Start pruning when usage exceeds this share of a limit in bytes or number, e.g. 90%.",
+        ),
     )
     low_water: float = field(
         default=1.0,
-        metadata=setting("low_water", Kind.SHARE, "Then prune until usage is at or below this share of the limit."),
+        metadata=setting(
+            "low_water",
+            Kind.SHARE,
+            "Once pruning has started, prune until usage is at or below this share of the limit, e.g. 80%.",
+        ),
     )
     order: Order = field(
         default=Order.VALUE,
-        metadata=setting("order", Kind.ORDER, f"What to prune first when a limit is exceeded: {', '.join(Order)}."),
+        metadata=setting(
+            "order",
+            Kind.ORDER,
+            "What to prune first when a limit is exceeded: value (least evaluation time saved per byte), lru (unused for the"
+            " longest time), lfu (fewest hits) or oldest.",
+        ),
     )
     half_life_s: float = field(
         default=6 * 3600.0,
-        metadata=setting("half_life", Kind.DURATION, "Time after which a hit counts half, in the order value."),
+        metadata=setting(
+            "half_life",
+            Kind.DURATION,
+            "With value as the order: hits count half after a checkpoint was unused for this time.",
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -217,7 +245,7 @@ def _setting_of(parts: list[tuple[Field[Any], Declaration]]) -> PolicySetting:
     default = text_of(value, declared.kind) if value else ""
     return PolicySetting(
         name=declared.name,
-        help=f"{declared.help.removesuffix('.')} (default {default})." if default else declared.help,
+        help=f"{declared.help.removesuffix('.')} (default: {default})." if default else declared.help,
         step=declared.step,
         forms=tuple((form.kind, part.name) for part, form in parts),
         default=default,
