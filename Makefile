@@ -10,7 +10,7 @@ export CMAKE_ARGS ?= -DGGML_NATIVE=OFF
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench fuzz clean
+.PHONY: help install demo test check format bench fuzz soak clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -51,6 +51,11 @@ FUZZ_SECONDS ?= 60
 fuzz: install ## look for bytes that break a reader, FUZZ_SECONDS long (coverage-guided where atheris installs)
 	$(BIN)/python -m pip install --quiet atheris || echo "no atheris for this Python: random changes instead"
 	$(BIN)/python tests/fuzz/fuzz_formats.py --seconds $(FUZZ_SECONDS)
+
+SECONDS ?= 90
+
+soak: install ## let processes work and be killed at random, SECONDS long on each database, then check everything
+	cd tests && ../$(BIN)/python -m support.soak --seconds $(SECONDS)
 
 clean: ## remove the virtual environment and what tools left
 	rm -rf $(VENV) build dist .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import os
-import uuid
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from support.databases import empty
+from support.databases import POSTGRESQL, empty, temporary_database
 from support.links import wrong_links
 from support.required import missing
 from support.sample_engine import SampleEngine
@@ -18,7 +18,6 @@ from llama_ckpt.integrity.verify import Verifier
 from llama_ckpt.metrics import Counters
 from llama_ckpt.registry import Registry
 
-POSTGRESQL = os.environ.get("LLAMA_CKPT_TEST_POSTGRESQL_URL", "postgresql+psycopg://postgres@127.0.0.1:5432/postgres")
 # A schema of its own, e.g. oracle+oracledb://user:password@host/?service_name=FREEPDB1: the tests delete every row of ours in it.
 ORACLE = os.environ.get("LLAMA_CKPT_TEST_ORACLE_URL")
 
@@ -36,23 +35,16 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture(scope="session")
 def postgresql_url():
     """A database of this test run, with the schema; dropped at the end."""
-    url = sa.make_url(POSTGRESQL)
-    name = f"llama_ckpt_test_{uuid.uuid4().hex[:12]}"
-    server = sa.create_engine(url, isolation_level="AUTOCOMMIT", connect_args={"connect_timeout": 3})
-    try:
-        with server.connect() as db:
-            db.exec_driver_sql(f"CREATE DATABASE {name}")
-    except sa.exc.OperationalError as error:
-        reason = f"no PostgreSQL at {url.render_as_string(hide_password=True)}: {str(error.orig).splitlines()[0]}"
-        missing("postgresql", reason)
-    made = url.set(database=name).render_as_string(hide_password=False)
-    database = Database(made)
-    migrate.upgrade(database)
-    database.close()
-    yield made
-    with server.connect() as db:
-        db.exec_driver_sql(f"DROP DATABASE {name} WITH (FORCE)")
-    server.dispose()
+    with contextlib.ExitStack() as at_end:
+        try:
+            url = at_end.enter_context(temporary_database(POSTGRESQL))
+        except sa.exc.OperationalError as error:
+            shown = sa.make_url(POSTGRESQL).render_as_string(hide_password=True)
+            missing("postgresql", f"no PostgreSQL at {shown}: {str(error.orig).splitlines()[0]}")
+        database = Database(url)
+        migrate.upgrade(database)
+        database.close()
+        yield url
 
 
 @pytest.fixture(scope="session")
