@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import sqlalchemy as sa
+from support.databases import waits_for_a_lock
 from support.sample_engine import TokenEngine
 from support.whole import checkpoint_bytes
 
@@ -181,12 +182,6 @@ def test_an_input_whose_delta_is_purged_while_it_is_saved_again_is_saved_anew(re
 
 
 # -- locks ------------------------------------------------------------------------------------------------
-
-
-def waits_for_a_lock(database):
-    """Whether anybody does, as the server says."""
-    with database.read() as db:
-        return bool(db.scalar(sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")))
 
 
 def test_rows_that_go_for_several_reasons_are_locked_in_one_order(registry, engine, monkeypatch):

@@ -49,3 +49,10 @@ def empty(url: str) -> None:
         db.execute(sa.update(registry_lease).values(holder=None, fence=0, expires_us=0))
         db.execute(sa.insert(registry_info).values(name="registry_id", value=uuid.uuid4().hex))
     database.close()
+
+
+def waits_for_a_lock(database: Database) -> bool:
+    """Whether a connection to this PostgreSQL database waits for a lock."""
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    with database.read() as db:
+        return bool(db.scalar(sa.text(waiting)))

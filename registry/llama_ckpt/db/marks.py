@@ -113,15 +113,15 @@ def unlink(db: sa.Connection, ckpt_nos: Sequence[int]) -> None:
 
 
 def reactivate(db: sa.Connection, row: Checkpoint) -> bool:
-    """Makes a STALE row ACTIVE again, without an expiry; False when it is deleted, ACTIVE, or its parent is not ACTIVE.
+    """Makes a STALE row ACTIVE again, without an expiry; False when it is deleted or ACTIVE, has lost its file since `row` was
+    read, or its parent is not ACTIVE.
 
     Raises:
         sqlalchemy IntegrityError: another row of this fingerprint and input is ACTIVE.
     """
     if row.parent_no is not None and not touch_active(db, row.parent_no):
         return False
-    # A row of size 0 has lost its file, or is about to lose it; or it never had one, since its parent has all of its cells.
-    has_cells = sa.or_(meta.c.file_size > 0, meta.c.start_token == meta.c.n_tokens)
+    # The size becomes 0 before the file is deleted to make room, so the file that the caller checked may be going.
     stale = [meta.c.ckpt_no == row.ckpt_no, meta.c.status == STALE, meta.c.file_size == row.file_size]
     values = {
         "status": ACTIVE,
@@ -131,7 +131,7 @@ def reactivate(db: sa.Connection, row: Checkpoint) -> bool:
         "expires_us": None,
         "last_used_us": now_us(),
     }
-    return db.execute(sa.update(meta).where(*stale, has_cells).values(**values)).rowcount == 1
+    return db.execute(sa.update(meta).where(*stale).values(**values)).rowcount == 1
 
 
 def replace_file(db: sa.Connection, row: Checkpoint, full: NewCheckpoint) -> bool:
