@@ -114,7 +114,7 @@ class GcItem:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcPlan:
     """What a gc run would do (`items`), and what it leaves alone: other programs' files (`findings`), and ghosts that a later run
-    may delete (`waiting`), since they were seen for the first time or are in quarantine.
+    may delete (`waiting`), since they were seen for the first time, are in quarantine, or are written by a process that lives.
     """
 
     items: tuple[GcItem, ...]

@@ -24,7 +24,7 @@ from llama_ckpt.values import NewCheckpoint, StaleReason
 
 log = logging.getLogger("llama_ckpt")
 
-_CLAIM_S = 600.0  # by then a write has ended or its process is gone
+CLAIM_S = 600.0  # by then a write has ended or its process is gone
 _MAX_ROWS_COMPARED = 1000  # the least recently used: of a million rows no more are compared for one save
 _MAX_ROUNDS = 50
 _HOLDER = coordination.holder("save")
@@ -74,7 +74,7 @@ def release(context: RegistryContext, granted: Admission) -> None:
             with context.database.write() as db:
                 coordination.drop_claim(db, granted.claim, _HOLDER)
         except DatabaseUnavailable as error:
-            log.warning("the room that a save had reserved is free again in %.0f s: %s", _CLAIM_S, error)
+            log.warning("the room that a save had reserved is free again in %.0f s: %s", CLAIM_S, error)
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def _claim_once(context: RegistryContext, claim: bytes, size: int) -> int:
         if context.policy.max_bytes is not None:
             lacking = max(lacking, collecting.used_bytes(db) + size - context.policy.max_bytes)
         if lacking <= 0:
-            coordination.take_claim(db, claim, _HOLDER, size, _CLAIM_S)
+            coordination.take_claim(db, claim, _HOLDER, size, CLAIM_S)
     return lacking
 
 

@@ -11,7 +11,7 @@ from llama_ckpt import formats
 from llama_ckpt.checkpoints import budget as admission
 from llama_ckpt.checkpoints.inputs import SaveOptions
 from llama_ckpt.checkpoints.read import Cells, stored_cells
-from llama_ckpt.checkpoints.register import row_of
+from llama_ckpt.checkpoints.register import discard_unregistered, row_of
 from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import marks, prefixes, rows
 from llama_ckpt.errors import (
@@ -55,6 +55,9 @@ def flatten(context: RegistryContext, row: Checkpoint) -> None:
             except LlamaCkptError:
                 with contextlib.suppress(StoreUnavailable):
                     context.store.remove(new.file_path)
+                raise
+            except BaseException:  # Ctrl-C, which may have come after the commit
+                discard_unregistered(context, new)
                 raise
     context.hook("flattened")
     try:

@@ -20,6 +20,7 @@ from llama_ckpt.errors import (
     Conflict,
     DatabaseUnavailable,
     FileMissing,
+    LlamaCkptError,
     StoreUnavailable,
     UnsafePath,
 )
@@ -150,7 +151,7 @@ def register(
 ) -> Checkpoint:
     """Adds the row of a file that is in its place, with its links, instead of the row `old`. If another process was first,
     its row is returned and the file is removed. If it fails, the file is removed too, unless the outcome of the commit is not
-    known: a row without a file is worse than a file without a row.
+    known: a row without a file is worse than a file without a row. The same holds if it is interrupted.
 
     Raises:
         DatabaseUnavailable, StoreUnavailable: the row cannot be written; or gc has taken the file meanwhile.
@@ -172,9 +173,12 @@ def register(
         if (row := _ask_again(context, new)) is None:
             raise
         return row
-    except Exception:
-        if not _is_registered(context, new):  # else another process gave our own file its row
+    except LlamaCkptError:  # the database kept nothing of it
+        if _is_registered(context, new) is not True:  # else another process gave our own file its row
             _discard(context, new)
+        raise
+    except BaseException:  # Ctrl-C too, which may have come after the commit
+        discard_unregistered(context, new)
         raise
 
 
@@ -208,11 +212,19 @@ def _ask_again(context: RegistryContext, new: NewCheckpoint) -> Checkpoint | Non
     return row
 
 
-def _is_registered(context: RegistryContext, new: NewCheckpoint) -> bool:
-    """Whether a row names the file, as far as the database can be asked."""
+def discard_unregistered(context: RegistryContext, new: NewCheckpoint) -> None:
+    """Removes the file of a registration that was interrupted, if no row names it. If the database cannot say, the file is left
+    for gc: a row without a file is worse than a file without a row.
+    """
+    if _is_registered(context, new) is False:
+        _discard(context, new)
+
+
+def _is_registered(context: RegistryContext, new: NewCheckpoint) -> bool | None:
+    """Whether a row names the file; None if the database cannot be asked."""
     with contextlib.suppress(DatabaseUnavailable):  # the caller raises the failure that led here
-        return context.database.query(lambda db: rows.get(db, new.id)) is not None
-    return False
+        return context.database.query(lambda db: rows.by_path(db, new.file_path)) is not None
+    return None
 
 
 def _discard(context: RegistryContext, new: NewCheckpoint) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from llama_ckpt.checkpoints.budget import CLAIM_S
 from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import collecting, rows
 from llama_ckpt.errors import CorruptFile, StoreMismatch, StoreUnavailable, UnsafePath
@@ -27,7 +28,9 @@ _MAX_CLOCK_SKEW_S = 300
 
 @dataclass(slots=True, kw_only=True)
 class _Comparison:
-    """The items that the comparison of files and rows gave, by kind."""
+    """The items that the comparison of files and rows gave, by kind. `living` are temporaries of living processes that no claim
+    counts any more: the budget counts them, and nothing deletes them.
+    """
 
     now_us: int
     n_files: int
@@ -36,6 +39,7 @@ class _Comparison:
     missing: list[GcItem] = field(default_factory=list)
     ghosts: list[GcItem] = field(default_factory=list)
     waiting: list[GcItem] = field(default_factory=list)
+    living: list[GcItem] = field(default_factory=list)
 
     @property
     def items(self) -> list[GcItem]:
@@ -73,7 +77,7 @@ class Planner:
             findings=tuple(foreign),
             n_files=compared.n_files,
             n_rows=compared.n_rows,
-            waiting=(*compared.waiting, *excluded),
+            waiting=(*compared.waiting, *compared.living, *excluded),
         )
 
     def _compare(self, entries: Sequence[Entry]) -> _Comparison:
@@ -126,8 +130,11 @@ class Planner:
             (compared.ghosts if is_due else compared.waiting).append(ghost)
             return
         owner = owners.ask(entry.owner)
-        if owner is Owner.ALIVE:
-            return  # a slow writer, however old its file
+        if owner is Owner.ALIVE:  # a slow writer, however old its file
+            if age_s > CLAIM_S:
+                reason = "a write of a process that lives"
+                compared.living.append(_ghost(entry, GcKind.TEMPORARY, reason=reason, age_s=age_s))
+            return
         if entry.kind == "temporary" and owner is Owner.GONE:
             compared.ghosts.append(_ghost(entry, GcKind.TEMPORARY, reason="a write whose process is gone", age_s=age_s))
         elif age_s >= self._ghost_grace_s:

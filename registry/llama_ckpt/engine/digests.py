@@ -87,6 +87,8 @@ class FileDigests:
             temporary.write_text(json.dumps({**self._load(), key: entry}))
             temporary.replace(self._memory)
         except OSError:  # nothing can be remembered on this host: the next process hashes again
+            pass
+        finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from llama_ckpt import formats
 from llama_ckpt.checkpoints.budget import admitted
 from llama_ckpt.checkpoints.orphans import RegistrableFile, free_id, read_orphan, registrable
-from llama_ckpt.checkpoints.register import register, register_orphan
+from llama_ckpt.checkpoints.register import discard_unregistered, register, register_orphan
 from llama_ckpt.context import RegistryContext
 from llama_ckpt.db import rows
 from llama_ckpt.errors import BadInput, Conflict, CorruptFile, FileMissing, MissingParent, UnsafePath
@@ -99,7 +99,11 @@ class LlamAdopter:
                 if duplicate := self._find_registered(new):
                     return already_registered(path, duplicate)
                 raise
-            self._require_same(new, path)
+            try:
+                self._require_same(new, path)
+            except BaseException:
+                discard_unregistered(self._context, new)
+                raise
             row = register(self._context, source.model, new, source.token_ids)
         if row.id != new.id:  # another process registered the same input first
             return already_registered(path, row)
@@ -112,7 +116,6 @@ class LlamAdopter:
             header = formats.open_checkpoint(view, new.file_path).contents.header
             is_same = (header.payload_crc32, len(view)) == (new.payload_crc32, new.file_size)
         if not is_same:
-            self._context.store.remove(new.file_path)
             reason = "it changed while it was adopted; adopt it again"
             raise CorruptFile(path=source, check=CheckName.COPY, reason=reason)
 

@@ -190,7 +190,7 @@ def link_file(source: Path, target: Path) -> int:
                 os.fchmod(fd, 0o600)
                 os.fsync(fd)
             return os.fstat(fd).st_size
-        except OSError:
+        except BaseException:
             target.unlink(missing_ok=True)
             raise
     except OSError as error:

@@ -106,8 +106,8 @@ class Store:
     def write(self, checkpoint_id: str, head: bytes, payload: memoryview) -> int:
         """Writes a checkpoint file and gives its size in bytes: staged, length checked, fsync, rename, folder fsync.
 
-        If it is interrupted, there is at most a temporary file; if it fails, there is none. A file gets its name only after it
-        is complete and durable.
+        If it fails, or an exception such as KeyboardInterrupt ends it, there is no file. If the process is killed, there is at
+        most a temporary file. A file gets its name only after it is complete and durable.
 
         Raises:
             StoreFull: there is not enough free space before the write, or the system says so while writing.
@@ -151,8 +151,7 @@ class Store:
             self._make_shards(target.parent)
             with _conflicts(target):
                 size = link_file(source, target)
-            self._hook("renamed")
-            fsync_folder(target.parent)
+            self._finish(target)
         return size
 
     def _put(
@@ -177,18 +176,22 @@ class Store:
                 self._stage(temporary, fill, size)
                 self._hook("staged")
                 _give_new_name(temporary, target) if is_named else os.rename(temporary, target)
-            except Exception:
+            except BaseException:  # Ctrl-C too: gc leaves the temporaries of a process that lives alone
                 with contextlib.suppress(OSError):
                     temporary.unlink(missing_ok=True)
                 raise
-            try:
-                self._hook("renamed")
-                fsync_folder(target.parent)
-            except Exception:
-                with contextlib.suppress(OSError):
-                    target.unlink(missing_ok=True)
-                raise
+            self._finish(target)
         return size
+
+    def _finish(self, target: Path) -> None:
+        """Makes the name of a new file durable. If that fails or is interrupted, the file is removed."""
+        try:
+            self._hook("renamed")
+            fsync_folder(target.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                target.unlink(missing_ok=True)
+            raise
 
     def _stage(self, temporary: Path, fill: Callable[[int], None], size: int) -> None:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | BINARY, 0o600)
