@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 from support import child, samples
+from support.sample_engine import TokenEngine
 from support.whole import checkpoint_bytes
 
 from llama_ckpt.collector.collector import Collector
@@ -98,6 +99,33 @@ def test_a_restore_killed_while_it_holds_a_lease_blocks_nobody(registry, engine,
     assert registry.get(saved.id).lease_until_us is not None
     assert registry.restore(engine, "one").outcome is Outcome.HIT
     assert registry.save(engine, "one").outcome is SaveOutcome.DEDUPLICATED
+
+
+@pytest.mark.parametrize(
+    ("step", "is_whole", "files"),
+    [
+        ("staged", False, [".llam", ".llam", ".tmp"]),
+        ("renamed", False, [".llam"] * 3),
+        ("named", False, [".llam"] * 3),
+        ("flattened", True, [".llam"] * 3),
+    ],
+)
+def test_a_flatten_killed_at_any_step_leaves_the_delta_or_a_whole_checkpoint(registry, step, is_whole, files):
+    engine, story = TokenEngine(), list(range(100, 140))
+    longer = [*story, *range(40)]
+    for ids in (story, longer):
+        engine.evaluate(ids)
+        row = registry.save(engine, ids).checkpoint
+    killed = run_child(registry, "flatten", id=row.id, die_at=step)
+    assert killed.returncode == child.KILLED, killed.stderr
+    assert (registry.get(row.id).parent_no is None) == is_whole
+    assert files_in(registry) == files
+    assert registry.restore(TokenEngine(), longer).outcome is Outcome.HIT
+    collector = Collector(registry.context)
+    plan = collector.plan(Policy(ghost_grace_s=0), skip_grace=True, force=registry.registry_id)
+    collector.run(plan)
+    assert files_in(registry) == [".llam"] * 2
+    assert registry.flatten(row.id).parent_no is None
 
 
 def test_a_prune_killed_before_its_commit_marks_nothing_and_the_next_marks_all(registry, engine, saved):

@@ -314,9 +314,9 @@ def test_a_flatten_whose_commit_got_no_answer_keeps_the_file_that_the_row_names(
     real, named = Database.write, []
 
     @contextlib.contextmanager
-    def unanswered(self):
+    def unanswered(self, **options):
         with contextlib.ExitStack() as stack:
-            db = stack.enter_context(real(self))
+            db = stack.enter_context(real(self, **options))
             yield db
             if named and not kept:
                 db.rollback()
@@ -354,43 +354,6 @@ def test_who_goes_stale_while_it_is_flattened_leaves_no_file_behind(blocks_of_fo
         blocks_of_four.store._hook = lambda _step: None
     assert len(seen) == 1
     assert len(list(blocks_of_four.store.root.rglob("*.llam"))) == 2
-
-
-class Killed(BaseException):
-    """What ends a process at a step: nothing catches it."""
-
-
-@pytest.mark.parametrize(
-    ("step", "is_whole", "n_files"),
-    [("staged", False, 2), ("renamed", False, 3), ("named", False, 3), ("flattened", True, 3)],
-)
-def test_a_flatten_killed_at_any_step_leaves_the_delta_or_a_whole_checkpoint(
-    blocks_of_four, engine, save, step, is_whole, n_files, left_in_store
-):
-    save(STORY)
-    delta = save([*STORY, 7]).checkpoint
-
-    def hook(now):
-        if now == step:
-            raise Killed
-
-    store = blocks_of_four.store
-    store._hook = hook
-    try:
-        with pytest.raises(Killed):
-            Registry(replace(blocks_of_four.context, hook=hook)).flatten(delta.id)
-    finally:
-        store._hook = lambda _step: None
-    assert (blocks_of_four.get(delta.id).parent_no is None) == is_whole
-    assert len(list(store.root.rglob("*.llam"))) == n_files
-    assert restored(blocks_of_four, engine, [*STORY, 7]).outcome is Outcome.HIT
-    collector = Collector(blocks_of_four.context)
-    collector.run(
-        collector.plan(Policy(stale_grace_s=0, ghost_grace_s=0), skip_grace=True, force=blocks_of_four.registry_id)
-    )
-    assert len(list(store.root.rglob("*.llam"))) == 2
-    left_in_store.add("temporary")  # its writer is this process, which lives
-    assert blocks_of_four.flatten(delta.id).parent_no is None
 
 
 def test_a_reader_that_finds_a_flattened_deltas_old_file_gone_marks_nothing(blocks_of_four, engine, save):
