@@ -12,7 +12,7 @@ import typer
 from llama_ckpt.humanize import number, plural
 from llama_ckpt_cli.help_format import OPERATE
 from llama_ckpt_cli.invocation import Invocation, command
-from llama_ckpt_cli.options import Label
+from llama_ckpt_cli.options import MAX_CONTEXT, Label
 from llama_ckpt_cli.tables import Column, Shorten
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ ContextSize = Annotated[
     typer.Option(
         "--n-ctx",
         min=1,
+        max=MAX_CONTEXT,
         help="Context size the files were written with. Needed only for models with separate long and short RoPE factors;"
         " adopt refuses a file and says so if it needs the size.",
         metavar="N",

@@ -36,6 +36,7 @@ from llama_ckpt_cli import (
     warm_cmd,
 )
 from llama_ckpt_cli.help_format import HelpGroup
+from llama_ckpt_cli.output import Output
 
 app = typer.Typer(
     name="llama-ckpt",
@@ -78,6 +79,7 @@ for module in COMMANDS:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and gives its exit code. LLAMA_CKPT_DEBUG=1 shows the traceback of an error."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):  # characters that the terminal's encoding does not have are escaped
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -94,12 +96,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in (errno.ENOSPC, errno.EIO, errno.EPIPE):
             return _internal(error)
         sys.stderr.write(f"llama-ckpt: the output cannot be written: {error.strerror}\n")
-        # Python would try to write the rest once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        Output.discard()
         return StoreFull.exit_code
     except Exception as error:  # noqa: BLE001 - the last place: a message, and how to get the traceback
         return _internal(error)
     return 0
+
+
+def _open_closed_streams() -> None:
+    """Opens the null device in place of a standard stream that the caller closed: what the command does matters to the caller,
+    not what it shows. Otherwise the next file, such as the database, would get the stream's descriptor and what is written to it.
+    """
+    for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != fd:
+                os.dup2(null, fd)
+                os.close(null)
+            setattr(sys, name, open(fd, mode, encoding="utf-8"))  # noqa: SIM115, PTH123 - a descriptor, not a path
 
 
 def _debugging() -> bool:

@@ -18,7 +18,7 @@ from llama_ckpt.humanize import bytes_, duration, number, plural
 from llama_ckpt_cli.batch_files import Line, Results, read_lines
 from llama_ckpt_cli.help_format import USE
 from llama_ckpt_cli.invocation import Invocation, command
-from llama_ckpt_cli.options import ContextSize, FlashAttention, Gguf, KvType, Label, Threads
+from llama_ckpt_cli.options import MAX_COUNT, ContextSize, FlashAttention, Gguf, KvType, Label, Threads
 from llama_ckpt_cli.output import plain
 from llama_ckpt_cli.tables import Column, Shorten
 
@@ -64,7 +64,9 @@ SharedPrefix = Annotated[
         metavar="FILE",
     ),
 ]
-Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Compute at most this many inputs.", metavar="N")]
+Limit = Annotated[
+    int | None, typer.Option("--limit", min=1, max=MAX_COUNT, help="Compute at most this many inputs.", metavar="N")
+]
 Embedding = Annotated[bool, typer.Option("--embedding", help="Write the embedding vectors of an embedding model.")]
 
 

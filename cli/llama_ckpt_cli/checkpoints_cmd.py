@@ -10,7 +10,7 @@ import typer
 from llama_ckpt.humanize import bytes_, duration, number, timestamp
 from llama_ckpt_cli.help_format import CLEAN, OPERATE, USE
 from llama_ckpt_cli.invocation import Invocation, command
-from llama_ckpt_cli.options import CheckpointId, CheckpointIds
+from llama_ckpt_cli.options import MAX_COUNT, CheckpointId, CheckpointIds
 from llama_ckpt_cli.tables import Column, Shorten
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ Model = Annotated[
 ]
 OfLabel = Annotated[str | None, typer.Option("--label", help="List only checkpoints with this label.", metavar="LABEL")]
 AllRows = Annotated[bool, typer.Option("--all", "-a", help="List STALE checkpoints too.")]
-Limit = Annotated[int, typer.Option("--limit", "-n", min=1, help="List at most this many, newest first.", metavar="N")]
+Limit = Annotated[
+    int, typer.Option("--limit", "-n", min=1, max=MAX_COUNT, help="List at most this many, newest first.", metavar="N")
+]
 
 _CHECKPOINTS = (
     Column(name="id", shorten=Shorten.PREFIX, at_least=8, at_most=12),

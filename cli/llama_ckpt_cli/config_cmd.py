@@ -36,6 +36,6 @@ def config(invocation: Invocation) -> None:
 
     def human() -> None:
         invocation.out.table(_SETTINGS, [[name, s.value or "-", s.origin] for name, s in shown.items()])
-        invocation.out.line(f"settings file: {config_file(os.environ)}")
+        invocation.out.line(f"settings file: {config_file(os.environ) or 'none, since this user has no home folder'}")
 
     invocation.out.result(shown, human, [f"{name}={s.value}" for name, s in shown.items()])

@@ -9,7 +9,7 @@ import typer
 from llama_ckpt.humanize import bytes_, duration, number, plural, timestamp
 from llama_ckpt_cli.help_format import CLEAN, HelpGroup
 from llama_ckpt_cli.invocation import Invocation, command, confirm
-from llama_ckpt_cli.options import N_LISTED, DryRun, Yes
+from llama_ckpt_cli.options import MAX_COUNT, N_LISTED, DryRun, Yes
 from llama_ckpt_cli.policy_options import GRACES
 from llama_ckpt_cli.tables import Column, Shorten
 
@@ -39,7 +39,8 @@ MaxDuration = Annotated[
     str | None, typer.Option("--max-duration", help="Start no more deletions after this time, e.g. 5m.", metavar="TIME")
 ]
 MaxDelete = Annotated[
-    int | None, typer.Option("--max-delete", min=0, help="Process at most this many items (0: none).", metavar="N")
+    int | None,
+    typer.Option("--max-delete", min=0, max=MAX_COUNT, help="Process at most this many items (0: none).", metavar="N"),
 ]
 Force = Annotated[
     str | None,
@@ -210,7 +211,7 @@ def _print_report(invocation: Invocation, report: GcReport) -> None:
     invocation.out.line(summary)
 
 
-Last = Annotated[int, typer.Option("--last", "-n", min=1, help="Number of runs to show.", metavar="N")]
+Last = Annotated[int, typer.Option("--last", "-n", min=1, max=MAX_COUNT, help="Number of runs to show.", metavar="N")]
 
 
 def runs(invocation: Invocation, last: Last = 20) -> None:

@@ -129,6 +129,9 @@ def _with_options(function: Function, options: dict[str, tuple[Any, Any]], setti
         except KeyboardInterrupt:
             sys.stderr.write("interrupted\n")
             raise typer.Exit(130) from None
+        except BrokenPipeError:  # as of `| head`: the reader has what it wants
+            out.discard()
+            raise typer.Exit(141) from None
 
     parameters = [p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
     parameters += [

@@ -10,6 +10,9 @@ import typer
 from llama_ckpt_cli.help_format import COMMON_PANEL
 
 N_LISTED = 100  # lines of a plan that a person is shown; --json has all of them
+MAX_CONTEXT = 2**31 - 1  # positions of llama.cpp are 32-bit numbers with a sign
+MAX_THREADS = 512  # GGML_MAX_N_THREADS: ggml aborts the process beyond it
+MAX_COUNT = 10**9  # of rows or items; the databases' numbers have 64 bits
 
 # Options that every command takes: annotation and default by name.
 COMMON: dict[str, tuple[Any, Any]] = {
@@ -74,7 +77,10 @@ TextFile = Annotated[
 Text = Annotated[str | None, typer.Option("--text", "-t", help="The input text.", metavar="TEXT")]
 Gguf = Annotated[Path, typer.Option("--model", "-m", help="Model to use, a GGUF file.", metavar="GGUF")]
 ContextSize = Annotated[
-    int, typer.Option("--n-ctx", min=1, help="Context size in tokens; the complete input must fit.", metavar="N")
+    int,
+    typer.Option(
+        "--n-ctx", min=1, max=MAX_CONTEXT, help="Context size in tokens; the complete input must fit.", metavar="N"
+    ),
 ]
 FlashAttention = Annotated[
     bool,
@@ -90,4 +96,6 @@ KvType = Annotated[
         metavar="TYPE",
     ),
 ]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads for the evaluation.", metavar="N")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, max=MAX_THREADS, help="Threads for the evaluation.", metavar="N")
+]

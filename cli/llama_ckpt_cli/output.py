@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +47,11 @@ class Output:
         else:
             human()
         sys.stdout.flush()
+
+    @staticmethod
+    def discard() -> None:
+        """Discards everything that is still to be written on stdout. Python would try to write the rest once more at its end."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def line(self, text: str) -> None:
         """A line of a result on stdout, or several."""

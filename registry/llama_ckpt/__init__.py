@@ -9,8 +9,11 @@ name loads its module at its first use.
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from llama_ckpt.humanize import printable
 
 if TYPE_CHECKING:
     from llama_ckpt.checkpoints.inputs import SaveOptions
@@ -110,3 +113,15 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _make_printable(record: logging.LogRecord) -> bool:
+    """Escapes control characters in the arguments of a log message: a path or a name may come from another program's file or row,
+    and must not control a terminal.
+    """
+    if isinstance(record.args, tuple):
+        record.args = tuple(a if isinstance(a, int | float) else printable(str(a)) for a in record.args)
+    return True
+
+
+logging.getLogger("llama_ckpt").addFilter(_make_printable)

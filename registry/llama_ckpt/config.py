@@ -16,10 +16,10 @@ from llama_ckpt.errors import BadInput
 from llama_ckpt.retention.policy import SETTINGS, Kind, Order, Policy, PolicySetting
 
 ENVIRONMENT_PREFIX = "LLAMA_CKPT_"
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(ib|b)?")
 _COUNT = re.compile(r"[0-9]{1,12}")
-_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw]?)")
+_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw])")
 _PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)\s*%")
 _OTHER_DEFAULTS = {
     "database_url": "",
@@ -40,8 +40,9 @@ class Setting:
     origin: str
 
 
-def config_file(environment: Mapping[str, str]) -> Path:
-    """The path of the settings file: what LLAMA_CKPT_CONFIG names, or config.toml in the user's configuration folder.
+def config_file(environment: Mapping[str, str]) -> Path | None:
+    """The path of the settings file: what LLAMA_CKPT_CONFIG names, or config.toml in the user's configuration folder. None if
+    neither exists because the user has no home folder.
 
     Raises:
         BadInput: LLAMA_CKPT_CONFIG names a file that does not exist.
@@ -50,7 +51,10 @@ def config_file(environment: Mapping[str, str]) -> Path:
 
     named = environment.get(f"{ENVIRONMENT_PREFIX}CONFIG")
     if named is None:
-        return platformdirs.user_config_path("llama-ckpt") / "config.toml"
+        try:
+            return platformdirs.user_config_path("llama-ckpt") / "config.toml"
+        except RuntimeError:  # no HOME, and no entry for this user in the password file
+            return None
     if not Path(named).is_file():
         raise BadInput(what="LLAMA_CKPT_CONFIG", value=named, reason="this file does not exist")
     return Path(named)
@@ -150,14 +154,19 @@ def _form_of(declared: PolicySetting, text: str) -> tuple[Kind, str]:
 
 
 def seconds(text: str, what: str) -> float:
-    """Reads a duration such as `90`, `90s`, `15m`, `24h`, `7d` or `2w`, in seconds. `what` names it in the error.
+    """Reads a duration such as `90s`, `15m`, `24h`, `7d` or `2w`, in seconds. `what` names it in the error. A number needs its
+    unit, in small letters, since 7 could be days and 1M a month; only 0 needs none.
 
     Raises:
         BadInput: the text is not a duration.
     """
-    match = _DURATION.fullmatch(text.strip().lower())
+    if text.strip() == "0":
+        return 0.0
+    match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise BadInput(what=what, value=text, reason="expected a duration such as 90s, 15m, 24h, 7d or 2w")
+        raise BadInput(
+            what=what, value=text, reason="expected a duration with its unit, such as 90s, 15m, 24h, 7d or 2w"
+        )
     return float(match[1]) * _UNITS[match[2]]
 
 

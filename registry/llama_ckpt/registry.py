@@ -86,7 +86,7 @@ class Registry(Catalogue):
             SchemaTooNew, SchemaTooOld: another version of llama-ckpt made the database.
         """
         _require_limits(min_match_tokens, delta_depth)
-        root = Path(store).absolute() if store is not None else default_store()
+        root = default_store() if store is None else _absolute(Path(store))
         files = Store(root, drop_page_cache=drop_page_cache, hook=hook)
         context = _context(files, database_url or sqlite_url(root / DATABASE_FILE), database_password, upgrade)
         context = replace(context, metrics=metrics or NullSink(), hook=hook, policy=policy or Policy())
@@ -339,17 +339,33 @@ def store_of(settings: Mapping[str, Setting]) -> Path:
     """The folder that the settings name, else `default_store`.
 
     Raises:
-        BadInput: it starts with `~name`, and there is no such user.
+        BadInput: it starts with `~name`, and there is no such user; or it is relative, and the working folder is deleted.
     """
     named = settings["store"].value
     try:
-        return (Path(named).expanduser() if named else default_store()).absolute()
+        return _absolute(Path(named).expanduser()) if named else default_store()
     except RuntimeError as error:
         raise BadInput(what="store", value=named, reason=str(error)) from error
 
 
+def _absolute(path: Path) -> Path:
+    try:
+        return path.absolute()
+    except FileNotFoundError as error:
+        reason = "the working folder is deleted; give an absolute path"
+        raise BadInput(what="store", value=str(path), reason=reason) from error
+
+
 def default_store() -> Path:
-    """The folder of the store if none is named: in the user's data folder, where the operating system has it."""
+    """The folder of the store if none is named: in the user's data folder, where the operating system has it.
+
+    Raises:
+        BadInput: the user has no home folder.
+    """
     import platformdirs
 
-    return platformdirs.user_data_path("llama-ckpt")
+    try:
+        return _absolute(platformdirs.user_data_path("llama-ckpt"))
+    except RuntimeError as error:
+        reason = "this user has no home folder for the default: set LLAMA_CKPT_STORE, or give a store"
+        raise BadInput(what="store", value="", reason=reason) from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numbers
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,10 +121,13 @@ class SaveOptions:
     def __post_init__(self) -> None:
         if self.label is not None:
             _require_label(self.label)
-        if self.expires_in_s is not None and not 0 < self.expires_in_s < 1e10:
-            raise BadInput(what="expires_in_s", value=self.expires_in_s, reason="give seconds greater than 0")
-        if self.prefill_ms is not None and not 0 <= self.prefill_ms < 1 << 53:
-            raise BadInput(what="prefill_ms", value=self.prefill_ms, reason="give milliseconds from 0 on")
+        _require_number("expires_in_s", self.expires_in_s, lambda s: 0 < s < 1e10, "give seconds greater than 0")
+        _require_number("prefill_ms", self.prefill_ms, lambda ms: 0 <= ms < 1 << 53, "give milliseconds from 0 on")
+
+
+def _require_number(what: str, value: Any, is_allowed: Callable[[Any], bool], reason: str) -> None:
+    if value is not None and not (isinstance(value, numbers.Real) and is_allowed(value)):
+        raise BadInput(what=what, value=value, reason=reason)
 
 
 def _require_label(label: str) -> None:

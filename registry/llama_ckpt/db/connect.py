@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sqlite3
 import threading
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, make_url
 
-from llama_ckpt.db.mounts import NETWORK, mount_of, read_mountinfo
+from llama_ckpt.db.mounts import is_remote, is_shared_folder, mount_of, read_mountinfo
 from llama_ckpt.errors import BadInput, CommitOutcomeUnknown, Conflict, DatabaseUnavailable
 
 # Driver name -> the extra of llama-ckpt that brings it.
@@ -26,6 +27,8 @@ _WAL_PAGES = 16_384
 _CONNECT_TIMEOUT_S = 10
 _CALL_TIMEOUT_S = 300
 _CREATING = threading.Lock()
+
+log = logging.getLogger("llama_ckpt")
 
 Connection = sa.Connection  # for modules that must not import SQLAlchemy
 T = TypeVar("T")
@@ -263,9 +266,19 @@ def _limit_waits(engine: sa.Engine) -> None:
 
 def _require_local(path: Path) -> None:
     mount = mount_of(path.absolute(), read_mountinfo())
-    if mount is not None and mount.kind in NETWORK:
+    if mount is None:
+        return
+    if is_shared_folder(mount.kind):
+        log.warning(
+            "the SQLite database %s is in a folder that a host shares with a virtual machine (%s), where SQLite was reported to"
+            " lose data: name a --database-url on a local disk, or PostgreSQL",
+            path,
+            mount.kind,
+        )
+    elif is_remote(mount.kind):
         reason = (
-            f"it is on a network file system ({mount.kind}), where SQLite's write-ahead log cannot work and rows would be lost."
+            f"it is on a file system that is not known to be local ({mount.kind}); on a network file system SQLite's"
+            " write-ahead log cannot work, and rows would be lost."
             " Name a --database-url on a local disk, or PostgreSQL; the store may stay where it is"
         )
         raise DatabaseUnavailable(url=sqlite_url(path), reason=reason)

@@ -7,22 +7,71 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MOUNTINFO = Path("/proc/self/mountinfo")
-# File systems on which SQLite's write-ahead log cannot work: its shared memory needs one machine.
-NETWORK = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "9p",
-    "afs",
-    "ceph",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "glusterfs",
-    "fuse.sshfs",
+# File systems of several machines, as the kernel names them: SQLite's write-ahead log needs the shared memory of one machine.
+_REMOTE = frozenset(
+    [
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "9p",
+        "afs",
+        "ceph",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "glusterfs",
+        "wekafs",
+        "ocfs2",
+        "gfs2",
+        "gfs",
+        "orangefs",
+        "pvfs2",
+        "coda",
+        "ncpfs",
+    ]
 )
+# Programs that show local files through FUSE. Any other one may be a network file system (fuse.glusterfs, fuse.ceph-fuse,
+# fuse.juicefs, fuse.rclone, fuse.s3fs, ...): new ones appear all the time, so the list has the local ones.
+_LOCAL_FUSE = frozenset(
+    [
+        "bindfs",
+        "cryfs",
+        "encfs",
+        "exfat",
+        "ext2",
+        "ext4",
+        "fuse-overlayfs",
+        "fuse2fs",
+        "gocryptfs",
+        "lxcfs",
+        "mergerfs",
+        "ntfs",
+        "ntfs-3g",
+        "securefs",
+        "squashfuse",
+        "unionfs",
+        "veracrypt",
+        "zfs",
+    ]
+)
+# Folders that a host shares with its virtual machine: SQLite was reported to break in some of them.
+_SHARED_FOLDERS = frozenset(
+    ["virtiofs", "vboxsf", "prl_fs", "vmhgfs", "fuse.vmhgfs-fuse", "fuse.grpcfuse", "fakeowner"]
+)
+
+
+def is_shared_folder(kind: str) -> bool:
+    """Whether a file system is a folder that a host shares with a virtual machine."""
+    return kind in _SHARED_FOLDERS
+
+
+def is_remote(kind: str) -> bool:
+    """Whether several machines may use a file system of this kind. A FUSE program that is not known to be local counts as one."""
+    program = kind.removeprefix("fuse.")
+    is_unknown_fuse = program != kind and program not in _LOCAL_FUSE and not is_shared_folder(kind)
+    return kind in _REMOTE or kind == "fuse" or is_unknown_fuse
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from llama_ckpt.db.mounts import NETWORK, mount_of, read_mountinfo
+from llama_ckpt.db.mounts import is_remote, is_shared_folder, mount_of, read_mountinfo
 from llama_ckpt.doctor import probe
 from llama_ckpt.doctor.diagnosis import Diagnosis, fail, guarded, not_checked, of_clocks, ok, warn
 from llama_ckpt.doctor.probe import ProbeResult
@@ -114,7 +114,10 @@ def _file_system(root: Path) -> Diagnosis:
     risks = [f"option {option}: {why}" for option, why in _RISKY_OPTIONS.items() if option in mount.options]
     if risks:
         return warn(name, f"{where}, {'; '.join(risks)}", "mount it without (hard, for NFS)")
-    if kind in NETWORK:
+    if is_shared_folder(kind):
+        reason = "is a folder that a host shares with a virtual machine: SQLite was reported to lose data there"
+        return warn(name, f"{where} {reason}", "name a --database-url on a local disk, or PostgreSQL")
+    if is_remote(kind):
         relies = "rename is one step on the server, an fsync and a close reach it, an open asks it"
         if kind.startswith("nfs") and not any(option.startswith("lookupcache=") for option in mount.options):
             relies += "; with lookupcache=positive no host takes what another has just saved for absent"
