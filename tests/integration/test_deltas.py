@@ -314,9 +314,9 @@ def test_a_flatten_whose_commit_got_no_answer_keeps_the_file_that_the_row_names(
     real, named = Database.write, []
 
     @contextlib.contextmanager
-    def unanswered(self, **options):
+    def unanswered(self):
         with contextlib.ExitStack() as stack:
-            db = stack.enter_context(real(self, **options))
+            db = stack.enter_context(real(self))
             yield db
             if named and not kept:
                 db.rollback()

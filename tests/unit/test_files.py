@@ -290,8 +290,9 @@ def test_a_full_store_says_how_many_bytes_were_needed_and_what_to_do(tmp_path):
 def test_an_error_or_an_interruption_at_any_step_comes_out_as_it_is_and_leaves_no_file(tmp_path, step, error):
     store = Store(tmp_path / "store", hook=stopping_at(step, error))
     store.create()
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error)) as caught:
         store.write(ID, HEAD, PAYLOAD)
+    assert caught.value is error
     assert files_in(store) == []
 
 
