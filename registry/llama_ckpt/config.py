@@ -160,9 +160,10 @@ def seconds(text: str, what: str) -> float:
     Raises:
         BadInput: the text is not a duration.
     """
-    if text.strip() == "0":
+    stripped = text.strip()
+    if stripped == "0":
         return 0.0
-    match = _DURATION.fullmatch(text.strip())
+    match = _DURATION.fullmatch(stripped)
     if match is None:
         raise BadInput(
             what=what, value=text, reason="expected a duration with its unit, such as 90s, 15m, 24h, 7d or 2w"
