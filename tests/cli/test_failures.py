@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from support.program import program
 
 from llama_ckpt.db import migrate
 from llama_ckpt.db.connect import Database
@@ -31,12 +32,6 @@ UNREACHABLE = "postgresql+psycopg://user:secret@127.0.0.1:1/x"
 # Commands that never open a database.
 OFFLINE = {("inspect",), ("repair",), ("config",), ("db", "sql"), ("schedule", "install"), ("schedule", "uninstall")}
 DOCTOR = ("doctor",)  # it tells of a database that fails among all else: test_doctor.py
-
-
-def program(*arguments, **options):
-    """The command as a process of its own."""
-    words = [sys.executable, "-m", "llama_ckpt_cli", *map(str, arguments)]
-    return subprocess.run(words, text=True, check=False, **options)
 
 
 # -- databases ----------------------------------------------------------------------------------------------------------

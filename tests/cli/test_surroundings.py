@@ -7,16 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from support.program import program
 
 from llama_ckpt.db.connect import sqlite_url
 from llama_ckpt.errors import BadInput
 from llama_ckpt.registry import DATABASE_FILE
-
-
-def command(*words, **options):
-    """Runs the command in a process of its own."""
-    line = [sys.executable, "-m", "llama_ckpt_cli", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, check=False, **options)
 
 
 @pytest.fixture
@@ -50,16 +45,15 @@ def test_a_relative_store_in_a_deleted_folder_is_refused_by_name(tmp_path, monke
 def test_a_command_works_with_closed_streams_and_leaves_the_database_sound(populated, closed):
     line = f'"{sys.executable}" -m llama_ckpt_cli prune --max-count 1 --yes --store "{populated.root}" {closed}'
     assert subprocess.run(["sh", "-c", line], check=False, capture_output=True).returncode == 0
-    assert len(command("ls", "-q", "--store", populated.root).stdout.splitlines()) == 1
+    assert len(program("ls", "-q", "--store", populated.root, capture_output=True).stdout.splitlines()) == 1
     url = sqlite_url(populated.root / DATABASE_FILE)
-    assert command("db", "check", "--database-url", url, "--store", populated.root).returncode == 0
+    assert program("db", "check", "--database-url", url, "--store", populated.root).returncode == 0
 
 
 def test_a_reader_that_stops_reading_ends_the_command_in_silence(populated):
     reading, writing = os.pipe()
     os.close(reading)
-    line = [sys.executable, "-m", "llama_ckpt_cli", "ls", "--store", str(populated.root)]
-    done = subprocess.run(line, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    done = program("ls", "--store", populated.root, stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -92,6 +86,6 @@ def test_a_duration_whose_unit_is_not_clear_is_refused(run, populated, text):
 def test_a_path_with_terminal_escapes_reaches_no_terminal_through_the_log(populated, tmp_path):
     bad = tmp_path / "x\x1b]0;owned\x07\x1b[2J.llam"
     bad.write_bytes(b"\0\0\0" + next(populated.root.rglob("*.llam")).read_bytes())
-    done = command("adopt", bad, "--store", populated.root)
+    done = program("adopt", bad, "--store", populated.root, capture_output=True)
     assert "\x1b" not in done.stderr + done.stdout
     assert "\\x1b" in done.stderr + done.stdout

@@ -10,6 +10,7 @@ import pytest
 import sqlalchemy as sa
 from support import child, samples
 from support.sample_engine import SampleEngine
+from support.shards import bytes_in_shards, bytes_seen_at_once
 
 from llama_ckpt.db.tables import save_claim
 from llama_ckpt.fingerprint import hash_input
@@ -18,28 +19,6 @@ from llama_ckpt.values import Outcome, Status
 
 LIMIT = 10 << 20
 N_TOKENS = 117  # some 2.7 MB a checkpoint: three fit
-
-
-def files_in_shards(root):
-    """The store's files with their sizes, by their checkpoints' ids: a temporary gets its name while one looks."""
-    found = {}
-    for path in root.glob("??/??/*"):
-        with contextlib.suppress(FileNotFoundError):  # it went or got its name since it was listed
-            found[path.name.partition(".")[0]] = path.stat().st_size
-    return found
-
-
-def bytes_in_shards(root):
-    """What the store's files take when nobody is at work, by their sizes."""
-    return sum(files_in_shards(root).values())
-
-
-def bytes_seen_at_once(root):
-    """What files took that were all there at one moment: those that two looks found. One look alone would add up a file that
-    went while it looked and the one that took its room.
-    """
-    before, after = files_in_shards(root), files_in_shards(root)
-    return sum(min(before[one], after[one]) for one in before.keys() & after.keys())
 
 
 def run_children(registry, orders):

@@ -11,6 +11,7 @@ import pytest
 import sqlalchemy as sa
 from support.databases import waits_for_a_lock
 from support.sample_engine import TokenEngine
+from support.steps import once
 
 from llama_ckpt.checkpoints.read import CellRequest, ChainReader
 from llama_ckpt.collector.collector import Collector
@@ -26,17 +27,6 @@ from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
 
 STORY = list(range(100, 140))
 LONGER = [*STORY, 7, 8, 9]
-
-
-def once(step, action):
-    """A hook that does something at the first time of a step."""
-    waiting = [action]
-
-    def hook(now):
-        if now == step and waiting:
-            waiting.pop()()
-
-    return hook
 
 
 def save_ids(registry, ids):

@@ -9,6 +9,7 @@ import pytest
 import sqlalchemy as sa
 from support.databases import waits_for_a_lock
 from support.sample_engine import TokenEngine
+from support.steps import once
 from support.whole import checkpoint_bytes
 
 from llama_ckpt.collector.collector import Collector
@@ -27,17 +28,6 @@ from llama_ckpt.store.store import Store, path_of
 from llama_ckpt.values import Outcome, SaveOutcome, StaleReason, Status
 
 STORY = list(range(100, 140))
-
-
-def once(step, action):
-    """A hook that does something at the first time of a step."""
-    waiting = [action]
-
-    def hook(now):
-        if now == step and waiting:
-            waiting.pop()()
-
-    return hook
 
 
 def adopted(context, *paths, **options):

@@ -26,6 +26,8 @@ from support import child, soak_child
 from support.causal_engine import state_of
 from support.databases import POSTGRESQL, temporary_database
 from support.links import wrong_links
+from support.program import program
+from support.shards import bytes_seen_at_once, occupied
 
 from llama_ckpt.checkpoints.read import stored_cells
 from llama_ckpt.collector.collector import Collector
@@ -90,8 +92,8 @@ class _Crowd:
             victim.running.send_signal(signal.SIGKILL)
             victim.running.wait()
             soak.n_kills += 1
-        elif said := victim.problem():
-            soak.problems[said] += 1
+        else:
+            self._note_end(victim, soak)
         self.start()
 
     def join(self, soak: Soak) -> None:
@@ -105,8 +107,11 @@ class _Crowd:
                 process.running.wait()
                 soak.problems["a process hung"] += 1
             else:
-                if said := process.problem():
-                    soak.problems[said] += 1
+                self._note_end(process, soak)
+
+    def _note_end(self, process: _Process, soak: Soak) -> None:
+        if said := process.problem():
+            soak.problems[said] += 1
 
     def read_logs(self, soak: Soak) -> None:
         for log in self._logs.glob("*.jsonl"):
@@ -130,7 +135,7 @@ def run(url: str, store: Path, *, processes: int, seconds: float, kill_every_s: 
         while (now := time.monotonic()) < end:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 crowd.processes[0].running.wait(timeout=min(LOOK_S, end - now))
-            soak.peak_bytes = max(soak.peak_bytes, bytes_on_disk(store))
+            soak.peak_bytes = max(soak.peak_bytes, bytes_seen_at_once(store, occupied))
             if now > next_kill:
                 next_kill = now + choice.uniform(0.5, 1.5) * kill_every_s
                 crowd.kill(choice.choice(crowd.processes), soak)
@@ -142,15 +147,6 @@ def run(url: str, store: Path, *, processes: int, seconds: float, kill_every_s: 
     return soak
 
 
-def bytes_on_disk(store: Path) -> int:
-    """What the files of the shards occupy: checkpoints, temporaries and quarantine."""
-    total = 0
-    for path in store.glob("*/*/*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += path.stat().st_blocks * 512
-    return total
-
-
 # -- what must hold at the end ---------------------------------------------------------------------------------------------
 
 
@@ -159,20 +155,19 @@ def _check_end(url: str, store: Path, soak: Soak) -> Iterator[str]:
         _collect_all(registry)
         for finding in Verifier(registry.database, registry.store).findings():
             yield f"after gc: {finding.kind}: {finding.path}: {finding.detail}"
-        active = {row.ckpt_no: row for row in registry.list(status=Status.ACTIVE)}
+        rows = registry.list()
+        active = {row.ckpt_no: row for row in rows if row.status is Status.ACTIVE}
         soak.n_active, soak.n_deltas = len(active), sum(row.parent_no is not None for row in active.values())
         if len({(row.fingerprint, row.input_hash) for row in active.values()}) != len(active):
             yield "two ACTIVE rows of one input"
         for row in active.values():
             yield from _check_row(registry, row, active)
         yield from wrong_links(registry)
-        named = {row.file_path for row in registry.list()}
+        named = {row.file_path for row in rows}
         files = [path for path in store.rglob("*") if path.suffix in (".llam", ".tmp")]
         yield from (f"without a row: {path}" for path in files if str(path.relative_to(store)) not in named)
-    line = [sys.executable, "-m", "llama_ckpt_cli", "verify", "--all", "--quiet"]
-    verified = subprocess.run(
-        [*line, "--store", str(store), "--database-url", url], check=False, capture_output=True, text=True
-    )
+    where = ("--store", store, "--database-url", url)
+    verified = program("verify", "--all", "--quiet", *where, capture_output=True)
     if verified.returncode:
         yield f"llama-ckpt verify --all ends with {verified.returncode}: {verified.stdout}{verified.stderr}"
 

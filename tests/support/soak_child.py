@@ -54,7 +54,6 @@ DOCUMENTED: dict[str, tuple[type[LlamaCkptError], ...]] = {
     "prune": (Busy,),
     "gc": (Busy,),
     "purge": (Busy, StoreUnavailable),  # it proves that nothing is left, and another process may have saved again
-    "repair": (),
 }
 
 
@@ -150,8 +149,11 @@ class Worker:
         self.engine.evaluate(ids)
         return self.registry.save(self.engine, ids, label=self._label()).outcome.value
 
-    def _restore(self, **options) -> str:
-        done = self.registry.restore(self.engine, draw_input(self.choice), **options)
+    def _restore(self) -> str:
+        return self._restored(draw_input(self.choice))
+
+    def _restored(self, ids: list[int], **options) -> str:
+        done = self.registry.restore(self.engine, ids, **options)
         if done.outcome is Outcome.FAILED:
             self.problems.append(f"restore: {done.error}")
         return done.outcome.value
@@ -159,7 +161,7 @@ class Worker:
     def _layers(self) -> str:
         ids = draw_input(self.choice)
         self.engine.evaluate(ids)
-        return self.registry.restore(self.engine, ids, layers=[0]).outcome.value
+        return self._restored(ids, layers=[0])
 
     def _merge(self) -> str:
         row = self._row()
